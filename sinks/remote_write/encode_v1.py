@@ -27,7 +27,7 @@ _SECOND = 0x12
 class _PlanV1(NamedTuple):
     """How some sets are encoded together. For each series: two parts before the value, and a place for the sample."""
 
-    sets: tuple[SeriesSet, ...]
+    numbers: tuple[int, ...]
     parts: list[bytes]
 
 
@@ -51,7 +51,7 @@ def _plan(sets: tuple[SeriesSet, ...], width: int) -> _PlanV1:
         if series_parts is None:
             series_parts = series.cache["parts", width] = _parts(series, width)
         parts += series_parts
-    return _PlanV1(sets, parts)
+    return _PlanV1(tuple([series.number for series in sets]), parts)
 
 
 def _parts(series: SeriesSet, width: int) -> list[bytes]:

@@ -87,7 +87,7 @@ class _PlanV2(NamedTuple):
     references to ``values``, and ``slices`` splits the result.
     """
 
-    sets: tuple[SeriesSet, ...]
+    numbers: tuple[int, ...]
     shapes: list[_ShapePlan]
     values: tuple[str, ...]
     encoded: list[bytes]
@@ -152,7 +152,8 @@ class Encoder:
             shapes.append(shape)
         pick = itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(len(picked)))  # always a sequence
         slices = Struct("".join([f"{size}s" for size in sizes]))
-        return _PlanV2(sets, shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
+        set_numbers = tuple([series.number for series in sets])
+        return _PlanV2(set_numbers, shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
 
     def _shape(self, shape: _Shape) -> _ShapePlan:
         if shape not in self._shapes:

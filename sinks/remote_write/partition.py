@@ -17,10 +17,10 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
+from weakref import WeakMethod
 
 import msgspec
 
@@ -73,7 +73,7 @@ class RemoteWritePartition:
         queue.partitions.add(self._progress)
         self._ledger = Ledger()
         self._lanes: dict[bytes | None, Lane] = {}
-        self._counts: dict[int, Callable[[], None]] = {}
+        self._counts: dict[int, tuple[Outcome, str, SeriesTick | None, _Values]] = {}
         self._abandon: asyncio.Event | None = None
         self._moved = asyncio.Event()
         self._tp = Partition(TOPIC.name, -1)
@@ -108,7 +108,7 @@ class RemoteWritePartition:
             if finished and not sending and (leaving or now_s - self._counted_s >= _COUNT_EVERY_S):
                 self._counted_s = now_s
                 for offset in finished:
-                    self._counts.pop(offset)()
+                    self._count(*self._counts.pop(offset))
                 yield finished[-1] + 1
             elif sending or (self._is_full() and not leaving):
                 with contextlib.suppress(TimeoutError):
@@ -177,7 +177,7 @@ class RemoteWritePartition:
         """Put a record into the lane of its node."""
         lane = self._lanes.get(read.record.key)
         if lane is None:
-            lane = self._lanes[read.record.key] = Lane(self._series, self._settle, self._moved, abandon)
+            lane = self._lanes[read.record.key] = Lane(self._series, WeakMethod(self._settle), self._moved, abandon)
         lane.waiting.append(read)
         self._closed += 1
         if len(lane.waiting) == 1 and not lane.busy:
@@ -261,7 +261,7 @@ class RemoteWritePartition:
     def _finish(self, slot: Slot, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:
         """Note that a record is finished. It is counted when all before it are."""
         bare = sample and msgspec.structs.replace(sample, devices=())
-        self._counts[slot.offset] = partial(self._count, outcome, why, bare, values)
+        self._counts[slot.offset] = outcome, why, bare, values
         self._ledger.finish(slot)
 
     def _count(self, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:

@@ -11,10 +11,10 @@ from sinks.series.model import SampleGroup, SeriesSet
 
 
 class Plan(Protocol):
-    """How some sets are encoded together."""
+    """How some sets are encoded together. ``numbers`` are those of the sets."""
 
     @property
-    def sets(self) -> tuple[SeriesSet, ...]: ...
+    def numbers(self) -> tuple[int, ...]: ...
 
 
 P = TypeVar("P", bound=Plan)
@@ -32,8 +32,8 @@ def planned(
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
         plan: P | None = first.cache.get((key, width))
-        tick = groups[start : start + len(plan.sets)] if plan else ()
-        same_sets = plan is not None and plan.sets == tuple([group.series for group in tick])
+        tick = groups[start : start + len(plan.numbers)] if plan else ()
+        same_sets = plan is not None and plan.numbers == tuple([group.series.number for group in tick])
         if plan is None or not same_sets or any(group.ts_ms != ts_ms for group in tick):
             tick = _tick_at(groups, start)
             plan = first.cache[key, width] = make(tuple([group.series for group in tick]), width)

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 from delivery.dead_letters import Abandoned, Record
 from delivery.ledger import Slot
@@ -82,10 +82,11 @@ class Lane:
     """The waiting records of a node, in order. ``busy``: a request with earlier records of it is in flight.
 
     ``settle`` is called with the records of a request, in order; then ``moved`` is set. ``abandon``: send nothing more.
+    Only the partition's owner keeps the partition, so that it is gone with what its nodes claim when that gives it up.
     """
 
     series: OpenSeries
-    settle: Callable[[Sequence[Sent]], Awaitable[None]]
+    settle: WeakMethod[Callable[[Sequence[Sent]], Awaitable[None]]]
     moved: asyncio.Event
     abandon: asyncio.Event
     waiting: deque[ReadRecord] = field(default_factory=deque)
@@ -258,7 +259,9 @@ class Queue:
         ticks = [read.tick.groups for reads in request.parts.values() for read in reads if read.tick]
         results = iter(await self._deliverer.deliver(ticks, request.abandon))
         for lane, reads in request.parts.items():
-            await lane.settle([Sent(read, next(results) if read.tick else None) for read in reads])
+            sent = [Sent(read, next(results) if read.tick else None) for read in reads]
+            if (settle := lane.settle()) is not None:
+                await settle(sent)
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         """A request has ended. Records that an abandoned one did not settle are read again by their next owner."""

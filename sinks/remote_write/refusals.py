@@ -55,11 +55,11 @@ _Key = tuple[Labels, str, Labels]
 class _Cut(NamedTuple):
     """The rows of a set that are sent, and those that are left out by reason, as of a version of :class:`LeftOut`.
 
-    ``series``: the set of the rows that are sent.
+    ``series``: the set of the rows that are sent, None if that is all of them.
     """
 
     version: int
-    series: SeriesSet
+    series: SeriesSet | None
     sent: list[int]
     left_out: dict[Refusal, list[int]]
 
@@ -99,14 +99,14 @@ class LeftOut:
         for group in groups:
             cut: _Cut | None = group.series.cache.get(self)
             if cut is None or cut.version != self._version:
-                cut = _Cut(self._version, group.series, [], {})
+                cut = _Cut(self._version, None, [], {})
                 for number, row in enumerate(group.series.rows):
                     entry = self._entries.get(_key(group.series, row))
                     (cut.sent if entry is None else cut.left_out.setdefault(entry[0], [])).append(number)
                 if cut.left_out:
                     cut = cut._replace(series=group.part(cut.sent).series)
                 group.series.cache[self] = cut
-            if not cut.left_out:
+            if cut.series is None:
                 sent.append(group)
                 continue
             left_out += [(group.part(rows), refusal) for refusal, rows in cut.left_out.items()]

@@ -7,7 +7,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Literal, NamedTuple
 
 from topics.metric import Kind, Labels
@@ -25,6 +25,9 @@ _ROW_BYTES = 70
 
 STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 """Prometheus' staleness marker, the value that ends a series: a NaN with exactly these bits."""
+
+
+_numbers = count()
 
 
 class Row(NamedTuple):
@@ -53,7 +56,7 @@ class SeriesSet:
     ``primaries``: the number of primary rows. ``bytes``: the approximate size of all rows in a request before it is
     compressed. ``start_ms``: when the producer of its last samples was started. ``node``: the node of the tick that has
     them; the sets of a node's tick are encoded together. ``cache``: what each encoder computed from labels and rows,
-    under a key of its own.
+    under a key of its own. ``number`` is that of no other set: by it a cache refers to sets without keeping them.
     """
 
     labels: Labels
@@ -64,6 +67,7 @@ class SeriesSet:
     start_ms: int = field(default=0, init=False)
     node: tuple[str, str] | None = field(default=None, init=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False)
+    number: int = field(default_factory=_numbers.__next__, init=False)
 
     def __post_init__(self) -> None:
         self.primaries = sum([row.primary for row in self.rows])

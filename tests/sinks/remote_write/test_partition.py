@@ -1,8 +1,9 @@
 """Each record of a partition has exactly one outcome."""
 
 import asyncio
+import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +21,9 @@ from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
+from sinks.series.model import SeriesSet
+from sinks.series.relabel import Relabelling
+from sinks.series.relabel_file import load
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from tests.sinks.conftest import KEYS, SERIES, device, sample
@@ -28,6 +32,7 @@ from tests.sinks.remote_write.receivers import KINDS, Kind, Receiver, of_every_k
 from tests.sinks.remote_write.wire import Sample
 from topics.profiles import PROFILES
 
+PER_DEVICE = len(SERIES)
 ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 
 
@@ -41,8 +46,10 @@ class Setup:
         max_samples: int = 1000,
         probe_s: float = 0.0,
         resolution: Resolution | None = None,
+        relabelling: Relabelling | None = None,
     ) -> None:
         self.resolution = resolution
+        self.translator = Translator([PROFILES["otel"]], relabelling=relabelling or Relabelling())
         self.now_s = self.queue_s = 0.0
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
@@ -68,7 +75,7 @@ class Setup:
 
     def partition(self) -> RemoteWritePartition:
         """The handler of another partition."""
-        series = OpenSeries(Translator([PROFILES["otel"]]), self.resolution)
+        series = OpenSeries(self.translator, self.resolution)
         return RemoteWritePartition(series, self.shared, self.queue, windows=self.resolution is not None)
 
     def _record_outcome(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
@@ -299,6 +306,44 @@ async def test_a_topic_that_was_created_again_has_no_replays() -> None:
     setup.handler.reset()
     await setup.deliver(record(sample(1, ts_ms=2**41)))
     assert setup.ends() == {"delivered": 2}
+
+
+@pytest.fixture
+def _without_gc() -> Iterator[None]:
+    """What is in a cycle stays, as it does for hours in a process that looks for cycles so seldom."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_without_gc")
+async def test_a_partition_that_comes_back_to_another_handler_has_the_series_of_its_nodes() -> None:
+    rules = "- {source_labels: [k8s_pod_name], target_label: pod}"
+    setup = Setup(relabelling=Relabelling([load(rules, "rules.yml")]))
+    ticks = [record(sample(number)) for number in range(1, 5)]
+    await setup.deliver(*ticks[:2])
+    setup.abandon.set()
+    await setup.deliver_some()
+
+    setup.abandon = asyncio.Event()
+    setup.handler = setup.partition()
+    setup.handler.recall(ticks[:2])
+    await setup.deliver(*ticks[2:])
+    assert [len(points) for points in setup.receiver.stored.values()] == [4] * PER_DEVICE
+    assert setup.count("samples_withheld_total") == 0
+
+
+@pytest.mark.usefixtures("_without_gc")
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], ids=["1.0", "2.0"])
+async def test_series_that_have_ended_are_not_kept(kind: Kind) -> None:
+    def known_sets() -> int:
+        return sum(type(known) is SeriesSet for known in gc.get_objects())
+
+    setup = Setup(Receiver(kind=kind), kind.protocol)
+    before = known_sets()
+    for number in range(1, 601):
+        await setup.deliver(record(sample(number, device(pod=f"pod-{number // 2}"))))
+    assert known_sets() - before < 100
 
 
 async def test_labels_from_hell_are_written_as_they_are_or_cut() -> None:
