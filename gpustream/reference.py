@@ -58,13 +58,14 @@ def options_markdown() -> str:
     ]
     for path, command in commands(main, ("gpustream",)):
         title = " ".join(path)
-        arguments = [f" [{param.human_readable_name}]" for param in command.params if isinstance(param, click.Argument)]
+        context = click.Context(command)
+        arguments = [f" {param.make_metavar(context)}" for param in command.params if isinstance(param, click.Argument)]
         options = [_option(param) for param in _options(command) if not _is_shared(param)]
         parts += [
             f"## {title}",
             *(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")),
             f"```\n{title}{''.join(arguments)} [OPTIONS]\n```",
-            table(_COLUMNS, options),
+            *([table(_COLUMNS, options)] if options else []),
             f"```sh\n{getattr(command, 'example', '').strip()}\n```",
         ]
     return "\n\n".join(parts) + "\n"
@@ -164,7 +165,9 @@ def _option(option: click.Option) -> tuple[str, str, str, str]:
     elif isinstance(option.show_default, str):
         default_text = option.show_default
     else:
-        default_text = f"`{default}`" if isinstance(default, str | int) and not isinstance(default, bool) else _UNSET
+        default_text = (
+            f"`{default}`" if isinstance(default, str | int | float) and not isinstance(default, bool) else _UNSET
+        )
     repeatable = " ..." if option.multiple else ""
     return f"`{option.opts[0]}{value_text}`{repeatable}", f"`{option.envvar}`", default_text, option.help or ""
 

@@ -31,7 +31,8 @@ from producers.cluster.policy_events import PolicyEvents
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
-from producers.publisher import INSTRUMENTS, not_sent, sender_of
+from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
+from producers.publisher import not_sent, sender_of
 from producers.workloads import WorkloadsPublisher
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class ClusterProducer:
         read_back: Callable[[Connection, int, PublishedNodes], Coroutine[Any, Any, None]] = read_back,
     ) -> None:
         self._settings = settings
-        self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*SHARED_INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         self._sender = sender or sender_of(self.name, settings.connection(), f"gpustream-{self.name}")
         self._read_back = read_back

@@ -23,7 +23,8 @@ from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
-from producers.publisher import INSTRUMENTS, NodePublisher, not_sent, sender_of
+from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
+from producers.publisher import NodePublisher, not_sent, sender_of
 from producers.retry_buffer import RetryBuffer
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class NodeProducer:
     ) -> None:
         self.drain_s = DRAIN_S
         self._settings = settings
-        self._instruments = Instruments((*INSTRUMENTS, *instruments.INSTRUMENTS))
+        self._instruments = Instruments((*SHARED_INSTRUMENTS, *instruments.INSTRUMENTS))
         self.registry = self._instruments.registry
         client_id = f"gpustream-{self.name}-{settings.node}"
         self._sender = sender or sender_of(self.name, settings.connection(), client_id)

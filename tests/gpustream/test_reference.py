@@ -40,6 +40,26 @@ def test_every_metric_is_listed_once_under_our_prefix() -> None:
     assert {name.split("_")[0] for name in names} == {"gpustream"}
 
 
+def test_the_metrics_of_all_producers_are_in_a_section_of_their_own() -> None:
+    of = {row.name: section.package for section in reference.sections() for row in section.rows}
+
+    assert of["gpustream_producer_ticks_dropped_total"] == "producers"
+    assert len({section.package for section in reference.sections()}) == len(list(reference.sections()))
+
+
+def test_an_option_with_a_default_shows_it_whatever_its_type() -> None:
+    compare = reference.options_markdown().split("## gpustream compare\n")[1]
+
+    assert "| `--tolerance FLOAT` | `GPUSTREAM_TOLERANCE` | `0.02` |" in compare
+
+
+def test_an_argument_is_in_brackets_if_it_may_be_left_out() -> None:
+    text = reference.options_markdown()
+
+    assert "\ngpustream rules check FILE [OPTIONS]\n" in text
+    assert "\ngpustream rules show [FILE] [OPTIONS]\n" in text
+
+
 def test_counters_end_in_total_and_nothing_else_does() -> None:
     rows = [row for section in reference.sections() for row in section.rows]
 
