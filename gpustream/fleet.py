@@ -83,6 +83,8 @@ class RecentMeans:
         """Adds the values of :data:`METRICS` at a time. Values older than the last slot are left out."""
         slot = ts_ms // self._slot_ms
         slots = len(self._rings[0])
+        if self._slot - slot >= slots:  # the node's clock was set back: what is here is of a time that is to come
+            self._slot = slot - slots
         if slot < self._slot:
             return
         if slot > self._slot:
@@ -185,6 +187,8 @@ class Device:
         """Updates the device from its part of a tick. ``holders`` are the pods and processes that hold it."""
         metrics = device.metrics
         names = tuple(holder.name for holder in holders)
+        if tick.ts_ms < self.ts_ms - self.history.span_ms:  # likewise
+            self.tenures.clear()
         if not self.tenures or self.tenures[-1].pods != names:
             if self.tenures:
                 self.tenures[-1] = self.tenures[-1]._replace(to_ms=tick.ts_ms)
@@ -308,7 +312,7 @@ class Fleet:
             node.devices[tick_device.uuid] = device
             if device.mig and (parent := node.devices.get(device.gpu)) is not None:
                 parent.parts.append(device)
-        self.now_ms = max(self.now_ms, tick.ts_ms)
+        self.now_ms = min(max(self.now_ms, tick.ts_ms), wall_ms)  # a node's clock may be ahead
         self._ticks += 1
         self._newest_s = max(self._newest_s, at_s)
         if self._newest_s - at_s <= _RATE_S:  # else it is old: its partition was read after another one

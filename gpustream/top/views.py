@@ -61,7 +61,7 @@ class Now:
 
     @property
     def ms(self) -> int:
-        """The time of the newest tick: ages are by the nodes' clocks."""
+        """The time of the newest tick, but not later than when a tick came last: a node's clock may be ahead."""
         return self.fleet.now_ms
 
     def line(self) -> str:
@@ -373,12 +373,13 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
         ("power", "power_watts", device.power_watts, device.power_limit_watts, draw.POWER, watts),
         ("heat", "temperature_celsius", device.temperature_celsius, 100.0, draw.HEAT, lambda v: f"{v:.0f} °C"),
     )
-    columns = max(8, min(len(device.history.of("used_ratio", now.ms)), width - 31))
+    until_ms = max(now.ms, device.ts_ms)
+    columns = max(8, min(len(device.history.of("used_ratio", until_ms)), width - 31))
     rows = 1 if height < 30 else 3
-    span = ago(device.history.span_ms * columns / len(device.history.of("used_ratio", now.ms)))
+    span = ago(device.history.span_ms * columns / len(device.history.of("used_ratio", until_ms)))
     lines += [[], [(f"the last {span}", "bold")]]
     for name, metric, value, maximum, style, text_for in metrics:
-        values = device.history.of(metric, now.ms)[-columns:]
+        values = device.history.of(metric, until_ms)[-columns:]
         measured = [value for value in values if value is not None]
         graph = draw.spark(values, maximum or max(measured, default=0.0), rows)
         spread = f"{text_for(min(measured))} to {text_for(max(measured))}" if measured else "not known"
@@ -387,16 +388,16 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
             current = "-" if value is None else text_for(value)
             label = f"{name if last else '':<7}{current if last else '':>8} "
             lines.append([(label, ""), (blocks, style), (f" {spread}" if last else "", "dim")])
-    return [*lines, *_holder_lines(now, device, columns)]
+    return [*lines, *_holder_lines(device, until_ms, columns)]
 
 
-def _holder_lines(now: Now, device: Device, columns: int) -> list[Line]:
+def _holder_lines(device: Device, until_ms: int, columns: int) -> list[Line]:
     """Who held a device when, under the sparklines: a line for each pod, the last one first. Then who holds it now."""
-    slot_ms = device.history.span_ms // len(device.history.of("used_ratio", now.ms))
-    first = now.ms // slot_ms - columns + 1
+    slot_ms = device.history.span_ms // len(device.history.of("used_ratio", until_ms))
+    first = until_ms // slot_ms - columns + 1
     spans: dict[str, list[str]] = {}
     for tenure in reversed(device.tenures):
-        end_ms = now.ms if tenure.to_ms is None else tenure.to_ms
+        end_ms = until_ms if tenure.to_ms is None else tenure.to_ms
         for pod in tenure.pods or ("free",):
             cells = spans.setdefault(pod, [" "] * columns)
             begin, end = max(0, tenure.from_ms // slot_ms - first), min(columns - 1, end_ms // slot_ms - first)

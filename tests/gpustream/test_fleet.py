@@ -172,6 +172,23 @@ def test_the_last_minutes_are_means_with_gaps_where_nothing_was_measured() -> No
     assert device(fleet).history.of("used_ratio", 60_000) == [None] * 4
 
 
+def test_the_last_minutes_begin_again_after_a_clock_was_set_back() -> None:
+    ahead = tick(gpu("a", 0.2, "ml/x"), ts_ms=9_000_000)
+    set_back = tick(gpu("a", 0.4, "ml/x"), ts_ms=20_000, run_id=2, offset=2)
+    fleet = fleet_of(ahead, set_back, slot_ms=5_000, slots=4)
+
+    assert device(fleet).history.of("used_ratio", 20_000) == [None, None, None, pytest.approx(0.4)]
+    assert list(device(fleet).tenures) == [(20_000, None, ("ml/x",))]
+
+
+def test_a_node_whose_clock_is_ahead_does_not_set_the_time_of_the_others() -> None:
+    fleet = Fleet()
+    fleet.observe(tick(gpu("a")), 1.0, 1_100)
+    fleet.observe(tick(gpu("b"), node="m", ts_ms=9_000_000), 1.0, 1_200)
+
+    assert fleet.now_ms == 1_200
+
+
 def test_an_xid_marks_its_gpu_for_some_minutes() -> None:
     failed = gpu("a") | {"events": [{"kind": "xid", "code": 31, "ts_ms": 900}]}
     fleet = fleet_of(tick(failed), tick(gpu("a"), seq=2))
