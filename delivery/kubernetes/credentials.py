@@ -97,7 +97,11 @@ class CredentialSource(NamedTuple):
         ``login``: run the kubeconfig's login command again, even if its last token is still valid. Raises
         :class:`ConfigError`."""
         configuration, loader = await self._loaded(None if login else old.loader)
-        if await asyncio.to_thread(_stamp, configuration) != old.stamp or configuration.host != old.configuration.host:
+        try:
+            stamp = await asyncio.to_thread(_stamp, configuration)
+        except OSError as error:
+            raise ConfigError(f"the certificates of {self._name()} can't be read: {error}") from error
+        if stamp != old.stamp or configuration.host != old.configuration.host:
             return await self.connect()
         old.configuration.api_key, old.loader = configuration.api_key, loader
         return None

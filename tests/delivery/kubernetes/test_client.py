@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
 from delivery.kubernetes import client as module
+from delivery.kubernetes import credentials
 from delivery.kubernetes.client import LARGEST_ERROR_BYTES, Client, LineSplitter, Unreachable
 from delivery.kubernetes.credentials import ConfigError
 from producers.cluster import instruments as names
@@ -309,6 +310,24 @@ async def test_a_token_whose_file_disappeared_is_kept(
     reported = [record for record in caplog.records if record.name == module.__name__]
     assert len(reported) == 1, "once, and not at every attempt"
     assert "stay what they were" in reported[0].getMessage()
+
+
+async def test_certificates_that_can_not_be_read_for_a_while_do_not_end_the_renewal_of_the_token(
+    server: ApiServer, connect: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> tuple[bytes | None, ...]:
+        raise PermissionError(13, "Permission denied")
+
+    token = tmp_path / "token"
+    token.write_text("one")
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"tokenFile": "token"}))
+    api = await connect(refresh_s=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(credentials, "_stamp", fail)
+        await eventually(lambda: "Permission denied" in caplog.text)
+    token.write_text("two")
+    server.tokens = {"two"}
+    await eventually(lambda: accepted(api))
 
 
 async def test_a_login_command_gives_the_token_and_is_run_again_after_a_401(
