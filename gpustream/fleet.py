@@ -371,19 +371,20 @@ def _pod(first: TickHolder, holders: Iterable[TickHolder]) -> Holder:
 def pods(devices: Iterable[Device]) -> list[Use]:
     """Every pod, and every process without one, that holds one of these devices."""
     return _uses(
-        devices, lambda device, holder: (holder.namespace, holder.pod, "" if holder.namespace else device.node)
+        devices,
+        lambda device, holder: (holder.namespace, holder.pod, device.cluster, "" if holder.namespace else device.node),
     )
 
 
 def workloads(devices: Iterable[Device]) -> list[Use]:
     """Every workload whose pods hold one of these devices; a pod without a known one is its own."""
-    uses = _uses(devices, lambda device, holder: (holder.namespace, holder.workload or holder.pod, device.cluster))
+    uses = _uses(devices, lambda device, holder: (holder.namespace, holder.workload or holder.pod, device.cluster, ""))
     return [use._replace(name=use.workload or use.name) for use in uses]
 
 
-def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, str, str]]) -> list[Use]:
+def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, ...]]) -> list[Use]:
     """The sums over the devices of each holder: its part of each, and the whole of a device that it holds alone."""
-    pairs_by_key: dict[tuple[str, str, str], list[tuple[Device, Holder]]] = {}
+    pairs_by_key: dict[tuple[str, ...], list[tuple[Device, Holder]]] = {}
     for device in devices:
         for holder in device.holders:
             pairs_by_key.setdefault(key(device, holder), []).append((device, holder))

@@ -282,7 +282,8 @@ class TopApp(App[None]):
             names = {
                 holder.name for device in row.devices for holder in device.holders if holder.workload == row.workload
             }
-            self._open("Pods", f"of {row.who}", lambda use: use.who in names)
+            cluster = row.devices[0].cluster
+            self._open("Pods", f"of {row.who}", lambda use: use.who in names and use.devices[0].cluster == cluster)
         elif isinstance(row, Use):
             uuids = {device.uuid for device in row.devices}
             self._open("GPUs", f"of {row.who}", lambda device: device.uuid in uuids)

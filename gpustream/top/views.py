@@ -72,7 +72,8 @@ class Now:
         held_gpus = len({device.gpu for device in fleet.devices() if device.holders})
         parts = [f"{len(fleet.nodes)} nodes, {len(list(fleet.gpus()))} GPUs ({held_gpus} held)", *self.facts]
         parts += [counted(len(self.firing), "alert")] if self.firing else []
-        ratios = [(use.used_ratio, use.who) for use in pods(fleet.devices()) if use.used_ratio is not None]
+        current_devices = [device for device in fleet.devices() if not device.silent]
+        ratios = [(use.used_ratio, use.who) for use in pods(current_devices) if use.used_ratio is not None]
         if ratios:
             ratio, name = max(ratios)
             parts.append(f"busiest {name} at {ratio:.0%}")
@@ -228,7 +229,7 @@ def _use_text(use: Use) -> str:
 PODS = TableView(
     "Pods",
     rows=lambda now: pods(now.fleet.devices()),
-    key=lambda use: (use.who, "" if use.namespace else use.devices[0].node),
+    key=lambda use: (use.who, use.devices[0].cluster, "" if use.namespace else use.devices[0].node),
     text=_use_text,
     columns=_use_columns(
         text_column("POD", 14, lambda use: use.who, share=3),
@@ -241,7 +242,7 @@ PODS = TableView(
 WORKLOADS = TableView(
     "Workloads",
     rows=lambda now: workloads(now.fleet.devices()),
-    key=lambda use: use.who,
+    key=lambda use: (use.who, use.devices[0].cluster),
     text=_use_text,
     columns=_use_columns(
         text_column("WORKLOAD", 14, lambda use: use.who, share=3), amount_column("PODS", 5, lambda use: use.pods)
@@ -286,16 +287,18 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         return [[], [("waiting for the first tick", "dim")]]
     counts = Counter(gpu.status for gpu in gpus)
     ordered: dict[Status, int] = {status: counts[status] for status in STATUSES}
-    used = [gpu.used_ratio for gpu in gpus if gpu.used_ratio is not None]
+    current_gpus = [gpu for gpu in gpus if not gpu.silent]
+    used = [gpu.used_ratio for gpu in current_gpus if gpu.used_ratio is not None]
     memory = [
         device
         for device in now.fleet.devices()
-        if not device.parts and device.memory_used_bytes is not None and device.memory_total_bytes
+        if not device.silent and not device.parts
+        if device.memory_used_bytes is not None and device.memory_total_bytes
     ]
     total_memory = sum(device.memory_total_bytes or 0 for device in memory)
     used_memory = sum(device.memory_used_bytes or 0 for device in memory)
-    limit = sum(gpu.power_limit_watts or 0.0 for gpu in gpus)
-    power = sum(gpu.power_watts or 0.0 for gpu in gpus)
+    limit = sum(gpu.power_limit_watts or 0.0 for gpu in current_gpus)
+    power = sum(gpu.power_watts or 0.0 for gpu in current_gpus)
     third = max(16, (width - 8) // 3 - 7)
     legend: Line = []
     for status, count in ordered.items():

@@ -134,6 +134,12 @@ def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -
     assert (uses_by_name["ml/alone"].idle, uses_by_name["ml/alone"].team) == (1, "nlp")
 
 
+def test_pods_of_one_name_in_two_clusters_are_two() -> None:
+    uses = pods(fleet_of(tick(gpu("a", 0.1, "ml/x")), tick(gpu("b", 0.9, "ml/x"), cluster="other")).devices())
+
+    assert [(use.who, use.gpus, use.used_ratio) for use in uses] == [("ml/x", 1, 0.1), ("ml/x", 1, 0.9)]
+
+
 def test_a_device_that_no_pod_holds_is_its_processes() -> None:
     unheld = gpu("a", 0.9) | {"processes": [{"pid": 7, "memory_used_bytes": 512, "sm_utilization_ratio": 0.8}]}
     (use,) = pods(fleet_of(tick(unheld), command_of=lambda node, pid: f"{node}-python{pid}").devices())

@@ -1,9 +1,11 @@
 """The moment as a line: what a run and ``gpustream top`` print where no screen is."""
 
+import re
 from datetime import UTC, datetime
 
 from gpustream.fleet import Fleet
-from gpustream.top.views import FiringAlert, Now
+from gpustream.top import draw
+from gpustream.top.views import FiringAlert, Now, fleet_lines
 from tests.gpustream.test_fleet import fleet_of, gpu, tick
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
@@ -23,6 +25,16 @@ def test_a_line_says_how_many_gpus_are_held_what_flows_and_who_is_busiest() -> N
     )
     assert ", 9 alerts, busiest" in line(fleet, FACTS, 9, "")
     assert line(fleet, FACTS, 0, "not ready: GPU 3 is lost").endswith("at 93%, not ready: GPU 3 is lost")
+
+
+def test_old_values_of_silent_nodes_are_in_no_sum() -> None:
+    fleet = fleet_of(tick(gpu("a", 0.9, "ml/gone"), node="m"), tick(gpu("b", 0.2, "ml/x")))
+    fleet.nodes["c", "n"].at_s = 60.0
+    fleet.age(61.0)
+    text = "\n".join(draw.text_of(part) for part in fleet_lines(Now(fleet, [], datetime.now(UTC), ""), 100, 30))
+
+    assert "busiest ml/x at 20%" in line(fleet, FACTS, 0, "")
+    assert re.search("used .* 20%  memory", text)
 
 
 def test_while_it_starts_it_says_what_it_waits_for() -> None:
