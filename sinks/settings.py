@@ -265,8 +265,9 @@ class ParquetSettings(SinkSettings):
         errors = super().errors()
         if importlib.util.find_spec("pyarrow") is None:
             errors.append("sink parquet: run `pip install 'gpustream[parquet]'` first: it needs pyarrow")
-        if self.path.exists() and not (self.path.is_dir() and os.access(self.path, os.W_OK | os.X_OK)):
-            errors.append(f"--path: {self.path} is no directory that can be written to")
+        path: Path | None = self.path  # None: it is missing or a file, which is an error already
+        if path and path.exists() and not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+            errors.append(f"--path: {path} is no directory that can be written to")
         if self.write_every_s < 0:
             errors.append("--write-every: must not be below zero")
         return errors

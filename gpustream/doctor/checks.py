@@ -40,7 +40,8 @@ FATE_TEXTS = {
 """The text for each fate of a tick, in the order of the summary."""
 
 _DEAD_LETTER_NEXT = (
-    "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit` sends it again"
+    "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit {id} --yes` sends it"
+    " again"
 )
 
 

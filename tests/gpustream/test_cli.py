@@ -98,6 +98,21 @@ def test_every_error_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_pa
     assert "rules.toml:3" in result.stderr
 
 
+REQUIRED = {
+    path: names
+    for path, found in COMMANDS.items()
+    if (names := [param.opts[0] for param in found.params if param.required and isinstance(param, click.Option)])
+}
+
+
+@pytest.mark.parametrize("path", REQUIRED, ids=" ".join)
+def test_every_required_option_that_is_missing_is_named(path: tuple[str, ...]) -> None:
+    result = _invoke(*path)
+
+    assert result.exit_code == 2
+    assert [name for name in REQUIRED[path] if f"Missing option '{name}'" not in result.stderr] == []
+
+
 def test_a_component_s_own_errors_are_listed_with_the_others() -> None:
     result = _invoke(
         "sink", "remote-write", "--kafka", "nope", "--url", "http://127.0.0.1:1/", "--basic-auth-user", "me"
