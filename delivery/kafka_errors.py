@@ -67,6 +67,8 @@ def of_connecting(
             return reason
         if isinstance(cause, OSError) and (reason := _of_network(cause, connection, advertised)):
             return reason
+        if isinstance(cause, UnicodeError) and "idna" in str(cause):
+            return f"its name can't be that of a host ({cause}): look at --kafka"
         if reason := _of_login(cause, connection, user):
             return reason
     closed = (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLEOFError)
@@ -131,6 +133,8 @@ def _of_login(error: BaseException, connection: Connection, user: str) -> str | 
     refused = (SaslAuthenticationFailed, ValueError, KeyError, AssertionError)  # the client's own are of the exchange
     if not isinstance(error, refused):
         return None
+    if not connection.has_login:
+        return "its answer is none of a Kafka broker: give the address of a broker with --kafka"
     if connection.mechanism == "oauthbearer":
         return "it does not accept the token: check what --kafka-oauth-client-id may do, the audience and the scope"
     if connection.mechanism == "aws-msk-iam":

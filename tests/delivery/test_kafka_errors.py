@@ -66,6 +66,8 @@ def closed(cause: BaseException) -> KafkaConnectionError:
             "does not accept the user u with this password by SCRAM-SHA-512: check both",
         ),
         (ValueError("Server sent wrong signature!"), LOGIN, "does not accept the user u with this password"),
+        (ValueError("unpack requires a buffer of 4 bytes"), PLAIN, "its answer is none of a Kafka broker: give the"),
+        (UnicodeError("encoding with 'idna' codec failed"), PLAIN, "its name can't be that of a host (encoding with"),
         (SaslAuthenticationFailed(), TOKEN, "does not accept the token"),
         (UnsupportedSaslMechanismError(), LOGIN, "does not offer SCRAM-SHA-512: give another --kafka-sasl-mechanism"),
         (IllegalSaslStateError(), LOGIN, "wants no login on this port"),
