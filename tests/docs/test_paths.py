@@ -10,6 +10,7 @@ from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
 from tests.docs.page import ROOT
+from tests.docs.test_migrate import OPTIONS
 from topics.reference import stale
 from topics.topic import load_topics
 
@@ -26,6 +27,31 @@ NAMED = (
     rf"`((?:{FOLDERS})/[\w./*-]+|\.ci/run|\.pre-commit-config\.yaml"
     r"|[\w./-]+\.(?:py|toml|lock|md|yml|c|csv))`"
 )
+
+
+EVERY_PAGE = (
+    *PAGES[:3],
+    *(str(page.relative_to(ROOT)) for folder in ("docs", "k8s") for page in sorted((ROOT / folder).rglob("*.md"))),
+)
+OF_OTHERS = {
+    "--ca-dir",  # KEDA's
+    "--event-ttl",  # the API server's
+    "--gpu-memory-utilization",  # vLLM's
+    "--kubernetes-virtual-gpus",  # dcgm-exporter's
+    "--tsdb",  # Prometheus's
+    "--web",
+    "--help",
+    "--hot",  # of benchmarks
+    "--sink",
+}
+
+
+@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if not re.search("decisions/|migrate/", page)])
+def test_every_option_that_a_page_names_is_there(page: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    codes = re.findall(r"`((?:--|gpustream |produce |stream |sink )[^`]*)`", text)
+    named = {option for code in codes for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)}
+    assert named - OPTIONS - OF_OTHERS == set()
 
 
 @pytest.mark.parametrize("page", PAGES)
