@@ -11,6 +11,7 @@ RESUBMITTED = "resubmitted"
 """The header of a receipt: the offset, in the same partition, of the letter that was sent to its topic again."""
 
 _LONGEST_REASON = 60
+_LONGEST_OFFSET = 20
 
 HEADERS = {
     "topic": ("The topic of the original record.", None),
@@ -79,9 +80,9 @@ def letter(key: bytes | None, value: bytes | None, origin: Origin, *, stage: str
     )
 
 
-def cause(headers: Iterable[tuple[str, bytes]]) -> Cause | None:
+def cause(headers: Iterable[tuple[str, bytes | None]]) -> Cause | None:
     """Parse the headers of a record of the topic; None if it is no dead letter, such as a receipt."""
-    values = {name: value.decode("utf-8", "replace") for name, value in headers}
+    values = {name: (value or b"").decode("utf-8", "replace") for name, value in headers}
     try:
         origin = Origin(values["topic"], int(values["partition"]), int(values["offset"]))
         return Cause(origin, values["stage"], values["error"], int(values["length"]), int(values["at_ms"]))
@@ -94,10 +95,10 @@ def receipt(offset: int) -> Headers:
     return [(RESUBMITTED, str(offset).encode())]
 
 
-def resubmitted(headers: Iterable[tuple[str, bytes]]) -> int | None:
+def resubmitted(headers: Iterable[tuple[str, bytes | None]]) -> int | None:
     """The offset of a receipt's letter; None if the record is no receipt."""
-    offset = dict(headers).get(RESUBMITTED, b"")
-    return int(offset) if offset.isdigit() else None
+    offset = dict(headers).get(RESUBMITTED) or b""
+    return int(offset) if offset.isdigit() and len(offset) < _LONGEST_OFFSET else None
 
 
 TOPIC = Topic(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from topics.dead_letters import MAX_KEY_BYTES, MAX_VALUE_BYTES, Origin, letter
+from topics.dead_letters import MAX_KEY_BYTES, MAX_VALUE_BYTES, RESUBMITTED, Origin, cause, letter, resubmitted
 
 ORIGIN = Origin("gpu.samples", 3, 40)
 
@@ -45,3 +45,12 @@ def test_an_error_is_bounded_and_always_utf_8() -> None:
 
     assert len(error) <= 1000
     assert error.decode().startswith("?e")
+
+
+@pytest.mark.parametrize("value", [None, b"", b"x", b"9" * 5000, b"\xb2"])
+def test_a_record_with_any_headers_is_a_letter_a_receipt_or_neither(value: bytes | None) -> None:
+    headers = letter(None, b"", ORIGIN, stage="s", error="e", at_ms=0).headers
+
+    assert cause([*headers, ("trace", value)]) is not None
+    assert cause([*headers, ("offset", value)]) is None
+    assert resubmitted([*headers, (RESUBMITTED, value)]) is None
