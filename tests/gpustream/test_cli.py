@@ -271,6 +271,7 @@ def test_help_loads_no_command_and_nothing_heavy() -> None:
     assert loaded & {f"gpustream.{name}" for name in LISTED} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [("produce", "node"), ("produce", "simulated"), ("stream", "alerts"), ("sink", "remote-write")]
 )
@@ -284,6 +285,7 @@ def test_it_runs_as_a_module() -> None:
     assert "Usage: gpustream" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["rules", "show"], ["--version"], ["run", "--help"]], ids=" ".join)
 def test_a_full_disk_is_an_error_of_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
@@ -294,6 +296,7 @@ def test_a_full_disk_is_an_error_of_one_line(arguments: list[str]) -> None:
     assert (result.returncode, result.stderr) == (1, "gpustream: can't write: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_what_the_encoding_of_the_output_lacks_is_a_question_mark(tmp_path: Path) -> None:
     (tmp_path / "r…gles.toml").write_text("")
     command = [sys.executable, "-m", "gpustream", "rules", "check", str(tmp_path / "r…gles.toml")]

@@ -276,6 +276,7 @@ async def test_a_name_that_can_not_be_had_is_a_clear_error() -> None:
             pass
 
 
+@pytest.mark.slow
 async def test_a_process_without_a_file_descriptor_left_says_so_and_is_well_when_it_has_some_again(
     tmp_path: Path,
 ) -> None:

@@ -15,6 +15,8 @@ import pytest
 from tests.eventually import eventually_sync
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 
+pytestmark = pytest.mark.slow  # each starts a process, which loads the library
+
 CHILD = """
 import json, sys, threading
 import pynvml as p

@@ -75,6 +75,7 @@ async def test_a_request_is_answered_whatever_its_status(server: ApiServer, conn
     assert (second.headers["content-type"], second.headers["accept"]) == ("application/json", "a/b")
 
 
+@pytest.mark.slow
 async def test_what_is_for_other_hosts_in_the_environment_is_not_used_for_this_one(
     server: ApiServer, connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +468,7 @@ async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp
     assert process.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_user_without_a_name_and_a_home_can_use_a_client() -> None:
     code = (
         "import asyncio, pwd\n"

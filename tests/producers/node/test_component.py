@@ -377,6 +377,7 @@ def test_impossible_settings_are_errors(changed: dict[str, Any], word: str) -> N
     assert word in error
 
 
+@pytest.mark.slow
 def test_it_is_registered_and_loads_nothing_heavy() -> None:
     assert PRODUCERS["node"].component == f"{NodeProducer.__module__}:{NodeProducer.__qualname__}"
     code = (

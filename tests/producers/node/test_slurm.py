@@ -86,6 +86,7 @@ def test_a_job_without_gpus_is_named_nowhere(node: Node) -> None:
     assert node.jobs() == {}
 
 
+@pytest.mark.slow
 def test_prologs_at_the_same_time_lose_no_job(node: Node) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda job: node.run("prolog", job, SLURM_JOB_GPUS="0,1"), range(1, 17)))
