@@ -170,6 +170,12 @@ async def _write(
         for record in records:
             if written is None:
                 written = await _written_span(target_reader, Partition(attributed.TOPIC.name, record.partition))
+                if 0 < written.end < record.offset:
+                    raise BrokerError(
+                        f"partition {record.partition} of the target ends with an earlier sample ({written.end - 1}),"
+                        f" and this time begins with {record.offset}: the ticks between would be missing. Give --from"
+                        " as it was given before, or where that time ended; or --into another prefix"
+                    )
             if (sample := partition_join.attribute(record)) is None:
                 continue
             if sample.offset < written.start:

@@ -103,6 +103,13 @@ async def _write(kafka: KafkaServer, topic: str, *rows: tuple[bytes, bytes]) -> 
     await producer.stop()
 
 
+async def _write_later(kafka: KafkaServer, row: tuple[bytes, bytes]) -> None:
+    """Writes a sample whose log time is none of those before it."""
+    written_ms = time.time_ns() // 1_000_000
+    await eventually(lambda: time.time_ns() // 1_000_000 > written_ms)
+    await _write(kafka, "gpu.samples", row)
+
+
 async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_counted(
     empty_kafka: KafkaServer,
 ) -> None:
@@ -114,9 +121,7 @@ async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_
         target = Connection(kafka.address, topic_prefix=name)
         await topic_admin.create(target, partitions=count, replication_factor=1)
     await _write(kafka, "gpu.samples", *((b"c/n", row) for row in (b"{", *rows[:-1])))
-    written_ms = time.time_ns() // 1_000_000
-    await eventually(lambda: time.time_ns() // 1_000_000 > written_ms)
-    await _write(kafka, "gpu.samples", (b"c/n", rows[-1]))
+    await _write_later(kafka, (b"c/n", rows[-1]))
     with pytest.raises(BrokerError, match=r"has 2 partitions, and gpu\.samples has 1"):
         await attribute_again(kafka)
 
@@ -125,3 +130,10 @@ async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_
     assert counts.none == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
     with pytest.raises(BrokerError, match=r"begins with a later sample .*another prefix"):
         await attribute_again(kafka, from_ms=first, into="once-more.")
+
+    for _ in range(2):
+        await _write_later(kafka, (b"c/n", rows[-1]))
+    before, after = [record.timestamp for record in await read_all(kafka.address, "gpu.samples")][-2:]
+    with pytest.raises(BrokerError, match=r"ends with an earlier sample .*would be missing"):
+        await attribute_again(kafka, from_ms=after, into="once-more.")
+    assert (await attribute_again(kafka, from_ms=before, into="once-more.")).none == 2
