@@ -212,7 +212,7 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 Cluster = Annotated[str, Option("--cluster", NAME, "The cluster's name; it is in every record and every series.")]
 TopicPrefix = Annotated[str, Option(
     "--topic-prefix", TOPIC_PREFIX,
-    "What stands before the names of topics and consumer groups, where a Kafka is shared. The same everywhere.",
+    "What stands before the names of topics and consumer groups, if pipelines share a Kafka. The same for all.",
     shown="none",
 )]  # fmt: skip
 Kubeconfig = Annotated[Path | None, Option(

@@ -68,7 +68,7 @@ class NamingSettings:
         Option(
             "--external-label",
             EXTERNAL_LABEL,
-            "A label for all series, after --relabel, where a series has none of its name. Repeatable; in the variable,"
+            "A label for all series, after --relabel, if a series has none of its name. Repeatable; in the variable,"
             " one a line.",
             repeatable=True,
         ),
