@@ -135,7 +135,15 @@ class Housekeeping:
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", partition, slot.offset, reason, error)
         origin = Origin(record.topic, record.partition, slot.offset)
         sent = await send_letter(app.sender, record, origin, stage=self._stage, error=f"{reason}: {error}")
-        app.finish_when(slot, [sent])
+
+        def on_done(sent: "asyncio.Future[int]") -> None:
+            if not sent.cancelled() and isinstance(sent.exception(), Unsendable):  # it would be at each restart
+                log.error("%s: not even its dead letter could be sent: %s", origin, sent.exception())
+                app.finish(slot)
+            else:
+                app.finish_when(slot, [sent])
+
+        sent.add_done_callback(on_done)
 
     def observe(self, reader: Reader) -> None:
         """Set the metrics from what the reader and its ledger have counted, all as of one moment."""

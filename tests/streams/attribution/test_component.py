@@ -6,6 +6,7 @@ import time
 import pytest
 
 from delivery.ledger import Partition
+from delivery.sender import Unsendable
 from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
 from tests.streams.attribution.fakes import FakeApp, Record, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick
@@ -162,6 +163,18 @@ async def test_a_tick_whose_output_is_too_large_is_dead_lettered_with_its_own_by
     assert app.position(SAMPLES) == 1
     assert app.total("records_dead_lettered_total", SAMPLES, "unsendable") == 1
     assert app.total("ticks_total", "none") == 0
+
+
+async def test_a_letter_that_the_broker_refuses_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    app = FakeApp()
+    app.sender.holding = True
+    app.logs[Partition(SAMPLES, 0)].append(Record(KEY, b"{"))
+    await app.read(SAMPLES)
+
+    app.sender.letters()[0].acknowledged.set_exception(Unsendable("refused"))
+    await app.settle()
+    assert (app.position(SAMPLES), app.failures) == (1, [])
+    assert "not even its dead letter could be sent: refused" in caplog.text
 
 
 async def test_a_letter_is_never_larger_than_what_can_be_sent() -> None:
