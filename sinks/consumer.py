@@ -59,7 +59,8 @@ class Handler(Protocol):
         """
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """Called about once a second while the partition is read to its end. Raises Abandoned."""
+        """Called about once a second while the partition is read to its end, whether or not all records are finished.
+        Raises Abandoned."""
 
     def reset(self) -> None:
         """Forget everything: the topic was recreated, and its offsets start again."""
@@ -70,7 +71,7 @@ class Source(NamedTuple):
 
     ``from_``: where a group without offsets starts. ``recall_s``: how much of the log before the first unfinished
     record is read back to restore the handler's state; ``WHOLE_LOG``: all of it. ``holds``: the handler may keep
-    records unfinished until later ones come, and ``quiet`` is called in spite of them.
+    records unfinished until later ones come.
     """
 
     topic: str
@@ -280,7 +281,7 @@ class Assignment:
                 await self._deliver(())
             elif position >= resume:
                 await self._finished(position, resume)
-            if position >= resume and (holds or not self._unfinished):
+            if position >= resume:
                 await self._be_quiet(position)
             wait_s = _POLL_BUSY_S if self._unfinished and not holds else _POLL_S
             batch = await self._group.fetch({self.tp}, wait_s, BATCH_RECORDS)
@@ -307,7 +308,8 @@ class Assignment:
             return
         self._quiet_s, self.busy = now_s, True
         try:
-            await self._handler.quiet(self.abandon)
+            with contextlib.suppress(Abandoned):  # what is unfinished still has its time to end
+                await self._handler.quiet(self.abandon)
         finally:
             self.busy = bool(self._unfinished)
 

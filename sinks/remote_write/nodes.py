@@ -196,8 +196,10 @@ class OpenSeries:
 
     def silences(self, now_s: float, stale_after_s: float, except_for: Collection[NodeKey] = ()) -> list[Silence]:
         """The ends of the nodes that have been silent for that long. Their series are open until :meth:`ended`."""
-        for key in [key for key, node in self._nodes.items() if now_s - node.settled_s > _FORGET_AFTER_S]:
-            del self._nodes[key]
+        forgotten = [key for key, node in self._nodes.items() if now_s - node.settled_s > _FORGET_AFTER_S]
+        for key in forgotten:
+            if key not in except_for:
+                del self._nodes[key]
         silences = []
         for key, node in self._nodes.items():
             is_silent = now_s - node.settled_s >= stale_after_s and key not in except_for

@@ -67,7 +67,6 @@ class RemoteWritePartition:
         self._series, self._shared, self._queue, self._windows = series, shared, queue, windows
         self._open: dict[bytes | None, ReadRecord] = {}  # the last record of each open window
         self._newest: dict[bytes | None, SeriesTick] = {}
-        self._unsettled: Counter[NodeKey] = Counter()
         self._closed = 0
         self._progress = Progress(queue.clock_s())
         queue.partitions.add(self._progress)
@@ -119,13 +118,13 @@ class RemoteWritePartition:
                 return
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """Close the windows of silent nodes, and end the series of those whose windows have been sent."""
-        self._progress.at_end = True
+        """Close the windows of silent nodes, and end the series of those that have nothing unfinished."""
+        self._progress.at_end |= not self._closed
         now_s, after_s = time.monotonic(), self._shared.stale_after_s
         for key in [key for key, read in self._open.items() if now_s - read.read_s >= after_s]:
             self._close(key)
         self._queue.pump()
-        silences = self._series.silences(now_s, after_s, +self._unsettled)
+        silences = self._series.silences(now_s, after_s, self._unfinished_nodes())
         for start in range(0, len(silences), _SILENT_NODES):
             batch = silences[start : start + _SILENT_NODES]
             results = await self._shared.deliverer.deliver([silence.groups for silence in batch], abandon)
@@ -134,6 +133,12 @@ class RemoteWritePartition:
                 refused = samples_of(group for group, _ in (*result.refused, *result.left_out))
                 markers = self._shared.instruments.counter("gpustream_remote_write_markers_total")
                 markers.inc(samples_of(silence.groups) - refused)
+
+    def _unfinished_nodes(self) -> set[NodeKey]:
+        """The nodes with an open window or with records that wait or are in flight."""
+        lanes = [key for key, lane in self._lanes.items() if lane.busy or lane.waiting]
+        parts = [(key or b"").decode(errors="replace").partition("/") for key in (*self._open, *lanes)]
+        return {(cluster, node) for cluster, _, node in parts}
 
     def reset(self) -> None:
         """Forget everything: the topic was recreated."""
@@ -148,7 +153,6 @@ class RemoteWritePartition:
         self._lanes.clear()
         self._open.clear()
         self._newest.clear()
-        self._unsettled.clear()
         self._closed = 0
         self._ledger.forget()
         self._abandon = None
@@ -202,9 +206,7 @@ class RemoteWritePartition:
             last = None
         read.window, read.read_s = self._series.fold(sample, last.window if last else None), time.monotonic()
         read.sample = self._newest[key] = msgspec.structs.replace(sample, devices=())
-        if last is None:
-            self._unsettled[sample.cluster, sample.node] += 1
-        elif last.sample is not None:
+        if last is not None and last.sample is not None:
             read.earlier, read.in_doubt = last.earlier, last.in_doubt or read.in_doubt
             read.earlier.append((last.slot, last.sample))
         self._ledger.set_aside(read.slot)
@@ -241,8 +243,6 @@ class RemoteWritePartition:
                     return
             values = self._settle_tick(tick, result, read.read_s) if tick and result else _Values()
             self._closed -= 1
-            if read.window is not None and read.sample is not None:
-                self._unsettled[read.sample.cluster, read.sample.node] -= 1
             of_earlier: Outcome = "delivered" if outcome == "dead_lettered" else outcome
             for slot, sample in read.earlier:
                 self._finish(slot, of_earlier, why, sample, _Values())

@@ -16,7 +16,7 @@ from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
 from sinks.remote_write.nodes import OpenSeries
 from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
-from sinks.remote_write.policy import Protocol
+from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
@@ -28,7 +28,7 @@ from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, FakeSender, encoded, record
-from tests.sinks.remote_write.receivers import KINDS, Kind, Receiver, of_every_kind
+from tests.sinks.remote_write.receivers import KINDS, STALE_BITS, Kind, Receiver, of_every_kind
 from tests.sinks.remote_write.wire import Sample
 from topics.profiles import PROFILES
 
@@ -298,6 +298,35 @@ async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
     assert setup.receiver.markers() == len(SERIES) == setup.count("markers_total")
     await setup.deliver(record(sample(2)))
     assert setup.ends() == {"delivered": 2}
+
+
+class SlowReceiver(Receiver):
+    """Answers one request only when ``answer`` is set."""
+
+    answer: asyncio.Event | None = None
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        waits_for, self.answer = self.answer, None
+        if waits_for is not None:
+            await waits_for.wait()
+        return await super().post(body, protocol)
+
+
+async def test_a_silent_node_is_ended_while_ticks_of_others_are_in_flight() -> None:
+    def ended_nodes() -> set[str]:
+        return {dict(key)["host_name"] for key, points in receiver.stored.items() if points[-1][1] == STALE_BITS}
+
+    receiver = SlowReceiver()
+    setup = Setup(receiver)
+    await setup.deliver(record(sample(1, node="silent")), record(sample(2, node="live")))
+    answer = receiver.answer = asyncio.Event()
+    assert await setup.deliver_some(record(sample(3, node="live")), record(sample(4, node="live"))) is None
+    await setup.handler.quiet(setup.abandon)
+    assert ended_nodes() == {"silent"}
+    answer.set()
+    assert await setup.deliver_some() == 5
+    await setup.handler.quiet(setup.abandon)
+    assert ended_nodes() == {"silent", "live"}
 
 
 async def test_a_topic_that_was_created_again_has_no_replays() -> None:
