@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from delivery import values
+from gpustream.comparison import is_ours
 from gpustream.serve import STOP_WITHIN_S
 from producers.cluster import owners
 from producers.cluster.component import PATHS
@@ -23,6 +25,7 @@ from sinks.reclaim.cluster import PLURALS
 from sinks.reclaim.decide import KUEUE, SCALED, SUSPENDED
 from streams import STREAMS
 from tests.command_line import parsed
+from tests.docs.page import blocks
 from tests.k8s.dashboard import rules as prometheus_rules
 from tests.k8s.manifests import (
     K8S,
@@ -329,6 +332,20 @@ def test_the_alert_that_one_of_ours_is_down_looks_at_the_job_that_the_monitor_gi
     (endpoint,) = the("PodMonitor", "gpustream").content["spec"]["podMetricsEndpoints"]
     (job,) = [rule for rule in endpoint["relabelings"] if rule["targetLabel"] == "job"]
     assert all(re.fullmatch(jobs, job.get("replacement", "$1").replace("$1", thing.name)) for thing in OURS)
+
+
+def test_compare_takes_what_is_scraped_as_the_monitor_and_the_pages_say_for_ours() -> None:
+    (endpoint,) = the("ServiceMonitor", "gpus").content["spec"]["endpoints"]
+    (job,) = [rule["replacement"] for rule in endpoint["relabelings"] if rule["targetLabel"] == "job"]
+    pages = [
+        config["job_name"]
+        for page in ("prometheus", "workstation", "opencost")
+        for block in blocks(f"how-to/{page}.md", "yaml", indented=True)
+        for config in (yaml.safe_load(textwrap.dedent(block.text)) or {}).get("scrape_configs", ())
+        if config["job_name"] != "opencost"
+    ]
+    assert len(pages) == 3
+    assert all(is_ours({"__name__": "DCGM_FI_DEV_GPU_UTIL", "job": name}) for name in (job, *pages))
 
 
 def test_the_kafka_of_the_try_is_that_of_the_compose_file_but_for_where_it_listens() -> None:
