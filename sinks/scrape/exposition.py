@@ -30,8 +30,10 @@ _number: Callable[[float], str] = utils.floatToGoString
 _IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
 _IN_A_VALUE = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
-_PLAIN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_NOT_PLAIN = re.compile(r"[^a-zA-Z0-9_:]")
+_PLAIN = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_NOT_PLAIN = re.compile(r"[^a-zA-Z0-9_]")
+_PLAIN_METRIC = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_NOT_PLAIN_METRIC = re.compile(r"[^a-zA-Z0-9_:]")
 
 Names = frozenset[str] | None
 """The names of the requested series; None: all."""
@@ -105,7 +107,7 @@ def exposition(
     for series, _, values in groups:
         for row, text, value in zip(series.rows, _label_texts(series, utf8=utf8), values, strict=True):
             if names is None or row.name in names:
-                families.setdefault(_shown(row.name, utf8=utf8), (row, {}))[1].setdefault(text, value)
+                families.setdefault(_shown(row.name, utf8=utf8, metric=True), (row, {}))[1].setdefault(text, value)
     lines: list[str] = []
     for shown in sorted(families):
         if given_up():
@@ -133,13 +135,16 @@ def _label_texts(series: SeriesSet, *, utf8: bool) -> Sequence[str]:
 
 
 @lru_cache(maxsize=4096)
-def _shown(name: str, *, utf8: bool) -> str:
-    """A name as it is written: unchanged, in quotes, or with ``_`` for characters that need quotes."""
-    if _PLAIN.fullmatch(name):
+def _shown(name: str, *, utf8: bool, metric: bool = False) -> str:
+    """A name as it is written: unchanged, in quotes, or with ``_`` for characters that need quotes.
+
+    ``metric``: it is a metric's, which may have colons; a label's may not.
+    """
+    if (_PLAIN_METRIC if metric else _PLAIN).fullmatch(name):
         return name
     if utf8:
         return f'"{name.translate(_IN_A_VALUE)}"'
-    return _NOT_PLAIN.sub("_", name if not name[:1].isdigit() else f"_{name}")
+    return (_NOT_PLAIN_METRIC if metric else _NOT_PLAIN).sub("_", name if not name[:1].isdigit() else f"_{name}")
 
 
 # -- renderings

@@ -162,6 +162,9 @@ def test_names_that_rules_have_made_are_shown_as_the_scraper_takes_them() -> Non
         '# HELP k8s_gpu_util busy\n# TYPE k8s_gpu_util gauge\nk8s_gpu_util{_9="x",k8s_pod="a"} 1.0\n'
         '# HELP up \n# TYPE up gauge\nup{k8s_pod="a"} 2.0\n'
     )
+    colons = [SampleGroup(SeriesSet((("team:name", "a"),), (Row("gpu:util"),)), 0, [1])]
+    assert exposition(colons, utf8=True).splitlines()[-1] == b'gpu:util{"team:name"="a"} 1.0'
+    assert exposition(colons).splitlines()[-1] == b'gpu:util{team_name="a"} 1.0'
     (family, _) = text_string_to_metric_families(exposition([group], utf8=True).decode())
     assert [(sample.name, sample.labels) for sample in family.samples] == [('k8s.gpu"util', {"9": "x", "k8s.pod": "a"})]
 
