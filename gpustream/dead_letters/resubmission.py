@@ -38,6 +38,8 @@ from topics.topic import MAX_MESSAGE_BYTES
 
 TRANSACTIONAL_ID = "gpustream-dead-letters"
 
+NOT_FOUND = "it is not there, or the other options leave it out"
+
 _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_RECORDS = 100
 _TRANSACTION_MS = 10_000
@@ -139,10 +141,11 @@ async def resubmit(connection: Connection, since_s: float, letter_filter: Letter
         resubmission = await stack.enter_async_context(open_resubmission(connection)) if send else None
         reader = await stack.enter_async_context(history.opened(connection, [contract.TOPIC.name]))
         originals = await stack.enter_async_context(history.opened(connection, RESUBMITTABLE))
-        snapshots = Snapshots(originals)
+        snapshots, missing = Snapshots(originals), set(letter_filter.ids)
         async for letter in letters(reader, since_s):
             if letter not in letter_filter:
                 continue
+            missing.discard(letter.id)
             reason, record = refusal_reason(letter), None
             if reason is None:
                 record = await original(originals, letter)
@@ -156,4 +159,6 @@ async def resubmit(connection: Connection, since_s: float, letter_filter: Letter
             result.sent[name] = result.sent.get(name, 0) + 1
         if resubmission is not None:
             await resubmission.flush()
+    if missing:
+        result.not_sent[NOT_FOUND] = sorted(missing)
     return result

@@ -8,6 +8,7 @@ from gpustream.cli import main
 from gpustream.dead_letters import letters
 from gpustream.dead_letters.command import _as_text, group_of, merge_groups
 from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refusal_reason
+from gpustream.embedded import EmbeddedBroker
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.attributed import AttributedSample
@@ -65,6 +66,14 @@ def test_only_what_attribution_reads_is_sent_again_and_only_once() -> None:
     assert [refusal_reason(letter(0, topic=name)) for name in letters.RESUBMITTABLE] == [None, None, None]
     assert refusal_reason(letter(0)._replace(resubmitted=True)) == letters.ALREADY_SENT
     assert refusal_reason(letter(0, topic="gpu.alert-state")) == "gpu.alert-state is not a topic that attribution reads"
+
+
+def test_a_letter_that_is_named_and_not_there_is_an_error() -> None:
+    with EmbeddedBroker() as broker:
+        broker.start(dict.fromkeys(("gpu.dead-letters", *letters.RESUBMITTABLE), 1))
+        result = CliRunner().invoke(main, ["dead-letters", "resubmit", "0:7", "0:3", "--kafka", broker.address])
+    assert (result.exit_code, result.stdout) == (1, "nothing is to be sent again\n")
+    assert result.stderr == "not sent: 0:3, 0:7: it is not there, or the other options leave it out\n"
 
 
 # -- what an old tick means
