@@ -73,10 +73,10 @@ class Tenure(NamedTuple):
 class RecentMeans:
     """Each of :data:`METRICS` as a ring of ``slots`` means over ``slot_ms`` each; NaN if nothing was measured."""
 
-    __slots__ = ("_counted", "_rings", "_slot", "_slot_ms")
+    __slots__ = ("_counts", "_rings", "_slot", "_slot_ms")
 
     def __init__(self, slot_ms: int, slots: int) -> None:
-        self._slot_ms, self._slot, self._counted = slot_ms, -1, 0
+        self._slot_ms, self._slot, self._counts = slot_ms, -1, array("I", [0]) * len(METRICS)
         self._rings = tuple(array("f", [math.nan]) * slots for _ in METRICS)
 
     def add(self, ts_ms: int, values: tuple[float | None, ...]) -> None:
@@ -91,13 +91,13 @@ class RecentMeans:
             for ring in self._rings:
                 for missed in range(max(self._slot + 1, slot - slots + 1), slot + 1):
                     ring[missed % slots] = math.nan
-            self._slot, self._counted = slot, 0
-        self._counted += 1
+            self._slot, self._counts = slot, array("I", [0]) * len(METRICS)
         index = slot % slots
-        for ring, value in zip(self._rings, values, strict=True):
+        for number, (ring, value) in enumerate(zip(self._rings, values, strict=True)):
             if value is not None:
+                self._counts[number] += 1
                 mean = ring[index]
-                ring[index] = value if mean != mean else mean + (value - mean) / self._counted
+                ring[index] = value if mean != mean else mean + (value - mean) / self._counts[number]
 
     def of(self, metric: str, now_ms: int) -> list[float | None]:
         """The means of a metric up to ``now_ms``, the oldest first; None if nothing was measured."""

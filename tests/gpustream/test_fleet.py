@@ -170,7 +170,7 @@ def test_a_device_that_changes_hands_each_second_stays_small() -> None:
 
 
 def test_the_last_minutes_are_means_with_gaps_where_nothing_was_measured() -> None:
-    values = {1: 0.2, 2: 0.4, 3: None, 11: 1.0}
+    values = {1: 0.2, 2: None, 3: 0.4, 4: None, 11: 1.0}
     fleet = fleet_of(*[tick(gpu("a", used, "ml/x"), seq=n) for n, used in values.items()], slot_ms=5_000, slots=4)
 
     assert device(fleet).history.of("used_ratio", 11_000) == [None, pytest.approx(0.3), None, 1.0]
