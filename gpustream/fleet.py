@@ -400,7 +400,8 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             ratios += [] if used is None else [used]
             memory += memory_bytes or 0.0
             power += watts or 0.0
-        first = pairs[0][1]
+        first, gpus = pairs[0][1], {device.gpu for device, _ in pairs}
+        not_idle = {device.gpu for device, holder in pairs if not device.is_idle_for(holder)}
         use = Use(
             first.namespace,
             first.pod,
@@ -408,8 +409,8 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             first.team,
             pods=len({(holder.namespace, holder.pod) for _, holder in pairs}),
             nodes=len({device.node for device, _ in pairs}),
-            gpus=len({device.gpu for device, _ in pairs}),
-            idle=len({device.gpu for device, holder in pairs if device.is_idle_for(holder)}),
+            gpus=len(gpus),
+            idle=len(gpus - not_idle),
             used_ratio=sum(ratios) / len(ratios) if ratios else None,
             memory_used_bytes=memory,
             power_watts=power,

@@ -110,6 +110,15 @@ def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once() -> 
     assert [(use.who, use.gpus) for use in pods(fleet.devices())] == [("ml/bert", 1)]
 
 
+def test_a_gpu_is_idle_for_a_pod_that_uses_none_of_its_parts() -> None:
+    def parts(*used: float) -> list[dict[str, Any]]:
+        migs = [{"uuid": f"m{n}", "parent_uuid": "a", "profile": "1g.10gb"} for n in range(len(used))]
+        return [gpu(mig["uuid"], ratio, "ml/x", mig=mig) for mig, ratio in zip(migs, used, strict=True)]
+
+    uses = [pods(fleet_of(tick(gpu("a", None), *parts(*used))).devices())[0] for used in ((0.0, 0.9), (0.0, 0.0))]
+    assert [(use.gpus, use.idle) for use in uses] == [(1, 0), (1, 1)]
+
+
 def test_of_a_shared_device_each_pod_has_its_part() -> None:
     parts = [{"utilization_ratio": 0.1, "memory_used_bytes": 256}, {"utilization_ratio": 0.4, "memory_used_bytes": 768}]
     holders = [{"namespace": "ml", "pod": f"p{n}", "parts": part} for n, part in enumerate(parts)]
