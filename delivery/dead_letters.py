@@ -57,6 +57,10 @@ class DeadLetters:
         self._sender = sender
         self._stage = stage
 
+    def not_ready(self) -> list[str]:
+        """The reasons why none can be written; empty if there is none."""
+        return self._sender.not_ready()
+
     async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
         """Write a record's dead letter; returns once it is acknowledged. Raises Abandoned if ``abandon`` is set."""
         origin = Origin(record.topic, record.partition, record.offset)

@@ -210,12 +210,13 @@ class Sender:
 
     def _resolve(self, record: _PendingRecord, outcome: int | Unsendable) -> None:
         self._unacknowledged.pop(record, None)
-        if record.acknowledged.done():
+        if not isinstance(outcome, Unsendable):
+            self._last_error = None
+        if record.acknowledged.done():  # the caller did not wait for it
             return
         if isinstance(outcome, Unsendable):
             record.acknowledged.set_exception(outcome)
         else:
-            self._last_error = None
             record.acknowledged.set_result(outcome)
 
     def _start_recovery(self, record: _PendingRecord, error: BaseException) -> None:

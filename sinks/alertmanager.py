@@ -396,4 +396,4 @@ class AlertmanagerSink:
         member_settings = {field.name: getattr(settings, field.name) for field in dataclasses.fields(MemberSettings)}
         member = MemberSettings(**{**member_settings, "group": settings.group_of(url)})
         source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE_LOG)
-        return notifier, GroupReader(member, [source], outcomes)
+        return notifier, GroupReader(member, [source], outcomes, letters)

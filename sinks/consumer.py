@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from aiokafka.errors import IllegalStateError, KafkaError
 
 from delivery import positions
-from delivery.dead_letters import Abandoned, Record
+from delivery.dead_letters import Abandoned, DeadLetters, Record
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
 from delivery.positions import Start, StartFrom
@@ -82,10 +82,16 @@ class Source(NamedTuple):
 
 
 class GroupReader:
-    """A member of a consumer group."""
+    """A member of a consumer group. ``letters``: where its handlers write dead letters."""
 
-    def __init__(self, settings: MemberSettings, sources: Sequence[Source], outcomes: Outcomes) -> None:
-        self._settings, self._outcomes = settings, outcomes
+    def __init__(
+        self,
+        settings: MemberSettings,
+        sources: Sequence[Source],
+        outcomes: Outcomes,
+        letters: DeadLetters | None = None,
+    ) -> None:
+        self._settings, self._outcomes, self._letters = settings, outcomes, letters
         self._sources = {source.topic: source for source in sources}
         self._check = TopicCheck(settings.connection(), TopicAccess(tuple(self._sources), (DEAD_LETTERS,)))
         self._group: ConsumerGroup | None = None
@@ -145,7 +151,10 @@ class GroupReader:
             self._group.connection.prefixed(topic): [str(tp.partition) for tp in opening if tp.topic == topic]
             for topic in self._sources
         }
-        return [f"reading back {topic}, partitions {', '.join(tps)}" for topic, tps in reading_back.items() if tps]
+        reasons = self._letters.not_ready() if self._letters is not None else []
+        return reasons + [
+            f"reading back {topic}, partitions {', '.join(tps)}" for topic, tps in reading_back.items() if tps
+        ]
 
     async def revoked(self) -> None:
         """Give up all partitions: wait a limited time for deliveries in progress, then cancel them."""

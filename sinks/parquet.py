@@ -282,14 +282,14 @@ class ParquetSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Write files until ``stop``; returns within 8 s of it. Raises what a retry can't mend."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
-        outcomes = Outcomes(COMPONENT, self._instruments)
-        shared = (settings.write_every_s, self._disk, DeadLetters(sender, "sink parquet"), outcomes)
+        outcomes, letters = Outcomes(COMPONENT, self._instruments), DeadLetters(sender, "sink parquet")
+        shared = (settings.write_every_s, self._disk, letters, outcomes)
 
         def handler(number: int) -> ParquetPartition:
             return ParquetPartition(HourFiles(settings.path, number), *shared)
 
         source = Source(HOURS.name, handler, settings.from_, recall_s=0.0)
-        self._reader = GroupReader(settings, [source], outcomes)
+        self._reader = GroupReader(settings, [source], outcomes, letters)
         async with connecting(sender):
             await self._reader.run(stop)
 

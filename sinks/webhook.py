@@ -257,7 +257,7 @@ class WebhookSink:
         secret, letters = Secret(settings.secret_file), DeadLetters(sender, "sink webhook")
         shared = (self._receiver, form, secret, letters, outcomes)
         source = Source(TOPIC.name, lambda _: WebhookPartition(*shared), settings.from_, WHOLE_LOG)
-        self._reader = GroupReader(settings, [source], outcomes)
+        self._reader = GroupReader(settings, [source], outcomes, letters)
         try:
             async with connecting(sender):
                 await self._reader.run(stop)

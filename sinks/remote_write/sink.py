@@ -176,7 +176,7 @@ class RemoteWriteSink:
             Source(ALERTS.name, alerts, settings.from_, WHOLE_LOG),
             Source(HOURS.name, usage, settings.from_, 0.0),
         ]
-        self._reader = GroupReader(settings, sources, self._outcomes)
+        self._reader = GroupReader(settings, sources, self._outcomes, shared.letters)
         try:
             async with following(settings, translator, made, COMPONENT), connecting(sender):
                 await self._reader.run(stop)

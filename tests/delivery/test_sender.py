@@ -99,6 +99,19 @@ def test_an_unknown_error_that_passes_loses_nothing() -> None:
     play(scenario)
 
 
+def test_an_error_is_reported_until_a_record_is_stored_also_if_nobody_waits_for_it_any_more() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.raised = [RequestTimedOutError() for _ in range(3)]
+        waiting = asyncio.ensure_future(send_all(sender, [b"a"]))
+        await asyncio.sleep(0.3)
+        assert "RequestTimedOutError" in sender.not_ready()[0]
+        waiting.cancel()
+        await sender.ready()
+        assert (sender.not_ready(), cluster.log("t")) == ([], [b"a"])
+
+    play(scenario)
+
+
 def test_a_good_record_after_a_refused_one_is_not_out_of_sequence() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.refused[b"bad"] = MessageSizeTooLargeError

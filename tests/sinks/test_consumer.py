@@ -174,6 +174,14 @@ async def test_a_reader_without_a_broker_says_so_and_stops_when_asked() -> None:
     await asyncio.wait_for(running, 8)
 
 
+async def test_a_sink_is_not_ready_while_no_dead_letter_can_be_written() -> None:
+    reader, group = reading(Handler(patient=True))
+    reader._letters = AsyncMock(not_ready=lambda: ["gpu.dead-letters: not acknowledged"])
+    group.not_ready, group.connection = list, SETTINGS.connection()  # type: ignore[attr-defined]
+    await eventually(lambda: reader.not_ready() == ["gpu.dead-letters: not acknowledged"])
+    await reader.revoked()
+
+
 @pytest.mark.parametrize(("committed", "start"), [((), "latest"), (("gpu.attributed",), "earliest")])
 async def test_a_partition_that_was_added_to_a_topic_that_the_group_reads_is_read_from_its_beginning(
     committed: tuple[str, ...], start: str
