@@ -191,7 +191,16 @@ def test_every_container_is_a_command_line_that_is_right(
         options = {param.envvar for param in context.command.params}
     parameters = KNOWN_VARIABLES.get(thing.name, {})
     assert {name: variables[name] for name in parameters} == parameters
-    assert variables.keys() - parameters.keys() <= options
+    of_others = maps["gpustream"].keys() if thing.kind == "Job" else set()
+    assert variables.keys() - parameters.keys() - of_others <= options
+
+
+def test_the_topics_are_made_with_the_prefix_and_the_kafka_that_all_others_have() -> None:
+    maps = config_maps()
+    maps["gpustream"] |= {"GPUSTREAM_TOPIC_PREFIX": "team-a.", "GPUSTREAM_KAFKA_SECURITY": "ssl"}
+    assert {thing.kind for thing in OURS} >= {"Job", "DaemonSet", "StatefulSet"}
+    for thing in OURS:
+        assert maps["gpustream"].items() <= environment(thing.container, maps).items(), thing
 
 
 def test_the_command_line_of_the_try_is_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
