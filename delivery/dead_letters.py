@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from topics.dead_letters import Origin
 
 log = logging.getLogger(__name__)
 
+UNREADY_AFTER_S = 30.0
 _SENDER_STOP_S = 0.5
 
 
@@ -56,10 +58,13 @@ class DeadLetters:
     def __init__(self, sender: Sender, stage: str) -> None:
         self._sender = sender
         self._stage = stage
+        self._waiting_since_s: dict[object, float] = {}
 
     def not_ready(self) -> list[str]:
         """The reasons why none can be written; empty if there is none."""
-        return self._sender.not_ready()
+        waited_s = time.monotonic() - min(self._waiting_since_s.values(), default=math.inf)
+        waiting = [f"a dead letter has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+        return self._sender.not_ready() or waiting
 
     async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
         """Write a record's dead letter; returns once it is acknowledged. Raises Abandoned if ``abandon`` is set."""
@@ -72,7 +77,12 @@ class DeadLetters:
             except Unsendable as unsendable:
                 log.error("%s: not even its dead letter could be sent: %s", origin, unsendable)
 
-        await until_abandoned(abandon, send())
+        this = object()  # readers of several groups may write a letter of the same record
+        self._waiting_since_s[this] = time.monotonic()
+        try:
+            await until_abandoned(abandon, send())
+        finally:
+            del self._waiting_since_s[this]
 
 
 async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:
