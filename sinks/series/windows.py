@@ -5,7 +5,8 @@ State: one window of one node.
 
 A window is the time between two multiples of the resolution, on the clock of the ticks. It closes when a tick is
 outside of it, or is not later than the one before. A series that ends within it is written with its last value, at the
-time of the last tick that had it, and ends at the tick that lacks it. The mean is the mean over ticks.
+time of the last tick that had it, and ends at the tick that lacks it. The mean is the mean over ticks. What counts
+since the tick before is written of every tick, because its values add up.
 """
 
 import math
@@ -14,7 +15,7 @@ from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
-from sinks.series.model import STALE, Key, Row, Rows, SampleGroup, SeriesSet, Value
+from sinks.series.model import STALE, Key, Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Withheld
 from topics.profiles import insert_suffix
 
@@ -23,6 +24,7 @@ Aggregate = Literal["min", "mean", "max"]
 
 _HELP: dict[Aggregate, str] = {"min": "Lowest value", "mean": "Mean of the values", "max": "Highest value"}
 _NO_QUANTITIES = ("", "bitmask", "code")
+_OF_EVERY_TICK: Subject = "errors"
 
 Identities = Callable[[SeriesSet], Sequence[Hashable]]
 
@@ -51,8 +53,8 @@ class NodeWindow:
     """The ticks of a node in one window; at least one.
 
     ``first``: the series of the first tick. ``began_ms``: its time. ``ended``: for series that a later tick
-    lacks, their last values and then their staleness markers, in order of time. ``identities`` gives a unique key for
-    each series of a set.
+    lacks, their last values and then their staleness markers, in order of time; and what is written of every tick, of
+    all but the last one. ``identities`` gives a unique key for each series of a set.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class NodeWindow:
 
     def add(self, ts_ms: int, keys: Sequence[Key], groups: list[SampleGroup], withheld: Mapping[Withheld, int]) -> None:
         """Add the node's next tick, which must be in the window."""
+        self.ended += [group for group in self._groups if group.series.subject == _OF_EVERY_TICK]
         if [group.series for group in groups] != [group.series for group in self._groups]:
             self._change_series(ts_ms, groups)
         self._ts_ms, self._keys, self._groups, self.withheld = ts_ms, keys, groups, withheld
@@ -112,6 +115,8 @@ class NodeWindow:
 
     def _aggregate(self, groups: Sequence[SampleGroup]) -> None:
         for series, _, values in groups if self._resolution.aggregates else ():
+            if series.subject == _OF_EVERY_TICK:
+                continue
             aggregates = self._aggregates.get(series)
             if aggregates is None:
                 aggregates = self._aggregates[series] = _Aggregates(_gauges(series.rows))
@@ -138,9 +143,10 @@ class NodeWindow:
                 identities = self._written_identities(group.series)
                 so_far |= {identities[row]: of_row for row, of_row in of_rows.items()}
                 so_far |= dict(zip(identities[len(group.series.rows) :], added, strict=True))
-        self.ended += ended
+        self.ended += [group for group in ended if group.series.subject != _OF_EVERY_TICK]
         self.ended += [SampleGroup(series, ts_ms, [STALE] * len(values)) for series, _, values in ended]
-        for series in current - self._aggregates.keys() if so_far else ():
+        aggregated = {series for series in current if series.subject != _OF_EVERY_TICK} if so_far else set()
+        for series in aggregated - self._aggregates.keys():
             aggregates = self._aggregates[series] = _Aggregates(_gauges(series.rows))
             identities = self._written_identities(series)
             known = {row: so_far.get(identities[row], _NO_TICKS) for row in aggregates.rows}
@@ -151,7 +157,8 @@ class NodeWindow:
             aggregates.restore(known)
 
     def _columns(self, series: SeriesSet) -> "_Columns":
-        return _columns(series.rows, self._resolution.aggregates)
+        every_tick = series.subject == _OF_EVERY_TICK
+        return _columns(series.rows, () if every_tick else self._resolution.aggregates)
 
     def _written_identities(self, series: SeriesSet) -> list[Hashable]:
         """The identities of what the window writes of a set: of its series, then of their aggregates."""

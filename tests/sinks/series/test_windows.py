@@ -185,6 +185,25 @@ def test_a_tick_without_the_drivers_maximum_ends_no_maximum_and_loses_none(witho
         assert times == sorted(set(times))
 
 
+def test_a_pods_xid_errors_are_those_of_every_tick_and_add_up() -> None:
+    codes = {1: [79], 2: [79, 79, 13], 3: [79], 7: [13], 14: [79], 15: [79], 16: [79]}
+    events = {n: [{"kind": "xid", "code": code, "ts_ms": 1} for code in codes.get(n, ())] for n in range(31)}
+    ticks = [
+        tick(n, n, device(pod="a", metrics={"power_watts" if n == 2 else "fan_speed_ratio": 1.0}, events=events[n]))
+        for n in events
+    ]
+    points_by_code = {
+        dict(series)["xid"]: [((ts_ms - EPOCH_MS) // 1000, value) for ts_ms, value in points]
+        for series, points in write(ticks, Resolution(15_000, ALL)).items()
+        if ("__name__", "gpu_pod_xid_errors") in series
+    }
+
+    assert points_by_code == {
+        "13": [(2, 1.0), (3, END), (7, 1.0), (8, END)],
+        "79": [(1, 1.0), (2, 2.0), (3, 1.0), (4, END), (14, 1.0), (15, 1.0), (16, 1.0), (17, END)],
+    }
+
+
 def test_a_counter_keeps_its_last_value_and_has_no_mean() -> None:
     ticks = [tick(n, n, device(metrics={"energy_joules_total": 100.0 + n})) for n in range(16)]
     names = {dict(series)["__name__"]: points for series, points in write(ticks, Resolution(15_000, ALL)).items()}
