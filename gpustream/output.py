@@ -100,11 +100,11 @@ def written(file: Path) -> Iterator[TextIO]:
 
     A device or a pipe, such as /dev/stdout, is written to as it is: another file must not take its place.
     """
-    file = file.resolve()
     if file.exists() and not file.is_file():
         with file.open("w", encoding="utf-8", newline="") as out:
             yield out
         return
+    file = file.resolve()
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as out:

@@ -228,6 +228,11 @@ def test_a_pipe_or_a_link_is_written_to_and_not_replaced(kafka: str, tmp_path: P
         assert _run("report", kafka, *TIME, "--output", str(pipe)).exit_code == 0
         written = reader.communicate(timeout=10)[0]
     assert _run("report", kafka, *TIME, "--output", str(link)).exit_code == 0
+    reading, writing = os.pipe()
+    assert _run("report", kafka, *TIME, "--output", f"/dev/fd/{writing}").exit_code == 0
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as through_link:
+        assert through_link.read() == written
 
     assert pipe.is_fifo()
     assert link.is_symlink()
