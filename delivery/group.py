@@ -49,6 +49,7 @@ _FETCH_GRACE_S = 0.05
 _DESCRIBE_TIMEOUT_S = 3.0
 _HANGING_TRANSACTION_S = 60.0
 _SILENT_S = 5.0
+_UNANSWERED_S = 60.0
 _METADATA_MS = 20_000
 _HEARTBEAT_MS = 1_000
 """A member notices a rebalance at a heartbeat, and nobody reads until all members have noticed it."""
@@ -100,6 +101,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._silent_since_s: float | None = None
         self._log_throttle = LogThrottle()
         self._open_transactions: dict[Partition, tuple[int, float]] = {}
+        self._unanswered_since_s: dict[Partition, float] = {}
         self._seen_topics: set[str] = set()
         self._missing_topics: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -194,7 +196,12 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             for tp, (offset, since_s) in sorted(self._open_transactions.items())
             if now_s - since_s >= _HANGING_TRANSACTION_S
         ]
-        return [*([problem] if (problem := self._problem()) else []), *hanging]
+        unanswered = [
+            f"{self.kafka_name(tp)}: no answer for {now_s - since_s:.0f} s: `gpustream doctor` says if it has no leader"
+            for tp, since_s in sorted(self._unanswered_since_s.items())
+            if now_s - since_s >= _UNANSWERED_S
+        ]
+        return [*([problem] if (problem := self._problem()) else []), *hanging, *unanswered]
 
     # -- rebalances
 
@@ -204,6 +211,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return
         self._joined = False
         self._open_transactions.clear()
+        self._unanswered_since_s.clear()
         await self._member.revoked()
         if self.settings.instance_id is not None and (host := await self._find_successor()):
             reason = (
@@ -284,7 +292,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             await asyncio.sleep(_WATCH_EVERY_S)
 
     def check_topics(self, now_s: float) -> None:
-        """Note which topics have other partitions or are missing, and where a transaction stays open."""
+        """Note which topics have other partitions or are missing, and what is wrong with assigned partitions."""
         for topic in self._topics:
             count = len(self._consumer.partitions_for_topic(topic) or ())
             if not count and topic in self._unauthorized_topics():
@@ -302,7 +310,15 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                     f"{topic} has {count} partitions, and had {expected} when this process started: which partition a"
                     " key belongs to has changed. Give all topics that are keyed by node the same number"
                 )
+        self._check_partitions(now_s)
+
+    def _check_partitions(self, now_s: float) -> None:
+        """Note where a transaction stays open, and for which partitions no broker answers."""
         for tp in self.assignment() if self._joined else ():
+            if self._is_fresh(tp) or self._to_kafka(tp) in self._consumer._fetcher._records:  # noqa: SLF001
+                self._unanswered_since_s.pop(tp, None)
+            else:  # records of it are asked for, and there are none that wait for the reader
+                self._unanswered_since_s.setdefault(tp, now_s)
             end, stable = self._consumer.highwater(self._to_kafka(tp)), self.end(tp)
             if end is None or stable is None or stable >= end:
                 self._open_transactions.pop(tp, None)
@@ -441,7 +457,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def _is_fresh(self, tp: Partition) -> bool:
         """Whether the broker has answered for this partition in the last few seconds."""
-        return bool(time.time() * 1000 - self._consumer.last_poll_timestamp(self._to_kafka(tp)) <= _FRESH_MS)
+        answered_ms: int | None = self._consumer.last_poll_timestamp(self._to_kafka(tp))
+        return answered_ms is not None and time.time() * 1000 - answered_ms <= _FRESH_MS
 
     # -- offsets
 

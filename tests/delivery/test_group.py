@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -59,7 +60,8 @@ class Client:
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
         self.waiting, self.timestamp_type = 0, 1
-        self._fetcher = SimpleNamespace(_fetch_min_bytes=1)
+        self._fetcher = SimpleNamespace(_fetch_min_bytes=1, _records=dict[TopicPartition, Any]())
+        self.answered_s: float | None = math.inf
 
     def assignment(self) -> set[TopicPartition]:
         return {TopicPartition(*tp) for tp in self.assigned}
@@ -105,8 +107,8 @@ class Client:
     def last_stable_offset(self, _: TopicPartition) -> int:
         return self.stable
 
-    def last_poll_timestamp(self, _: TopicPartition) -> float:
-        return time.time() * 1000
+    def last_poll_timestamp(self, _: TopicPartition) -> float | None:
+        return self.answered_s and min(self.answered_s, time.time()) * 1000
 
 
 def group_of(client: Client, **settings: Any) -> tuple[ConsumerGroup, Member]:
@@ -312,6 +314,25 @@ async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_movi
     ]
     client.stable = 20
     group.check_topics(now_s)
+    assert group.not_ready() == []
+
+
+@pytest.mark.parametrize("answered_s", [None, 1.0])
+async def test_a_partition_for_which_no_broker_answers_is_reported_unless_its_records_wait_for_the_reader(
+    answered_s: float | None,
+) -> None:
+    client = Client(TICKS_0, TICKS_1)
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(())
+    client.answered_s = answered_s
+    client._fetcher._records[TopicPartition("ticks", 1)] = object()
+    group.check_topics(time.monotonic() - 61)
+    assert [reason[:34] for reason in group.not_ready()] == ["ticks partition 0: no answer for 6"]
+    client.answered_s = math.inf
+    group.check_topics(time.monotonic())
+    assert group.not_ready() == []
+    client.answered_s = answered_s
+    group.check_topics(time.monotonic() - 50)
     assert group.not_ready() == []
 
 
