@@ -18,6 +18,9 @@ from gpustream.command import KAFKA, LOG_FORMAT, Command, CommandGroup, option
 from gpustream.output import FAILED, answer, show
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
 
+MAX_PARTITIONS, MAX_REPLICATION_FACTOR = 2**31 - 1, 2**15 - 1
+"""What a request to Kafka can hold."""
+
 COLUMNS = ("topic", "key", "partitions", "cleanup", "retention", "as it must be")
 
 
@@ -28,9 +31,14 @@ def topics() -> None:
 
 @topics.command(cls=Command, example="gpustream topics create --kafka 127.0.0.1:9092 --replication-factor 1")
 @KAFKA
-@option("--partitions", type=click.IntRange(min=1), default=PARTITIONS, help="Of every topic; can't grow later.")
 @option(
-    "--replication-factor", type=click.IntRange(min=1), default=REPLICATION_FACTOR, help="Copies of every partition."
+    "--partitions", type=click.IntRange(1, MAX_PARTITIONS), default=PARTITIONS, help="Of every topic; can't grow later."
+)
+@option(
+    "--replication-factor",
+    type=click.IntRange(1, MAX_REPLICATION_FACTOR),
+    default=REPLICATION_FACTOR,
+    help="Copies of every partition.",
 )
 @option(
     "--recreate-empty",

@@ -52,6 +52,12 @@ def test_a_piped_list_is_tab_separated_and_0_where_all_is_well(embedded: str) ->
     assert "settings were not compared" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--partitions", "--replication-factor"])
+def test_a_number_that_no_request_can_hold_is_an_error_of_the_command_line(option: str) -> None:
+    result = CliRunner().invoke(main, ["topics", "create", "--kafka", "127.0.0.1:1", option, str(2**31)])
+    assert (result.exit_code, f"Invalid value for '{option}'" in result.stderr) == (2, True)
+
+
 def test_topics_cannot_be_created_on_a_broker_without_settings(embedded: str) -> None:
     result = _topics("create", "--kafka", embedded, "--partitions", "4")
 
