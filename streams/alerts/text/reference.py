@@ -149,7 +149,8 @@ def _example_sentences(rule: Rule) -> Sequence[str]:
         schema=1, cluster="prod", node="gpu-node-1", run_id=1, seq=1, ts_ms=fired_ms, offset=1, attribution="exact",
         devices=(device,),
     )  # fmt: skip
-    facts = Facts(device, None, (holder,), text=example.get("text", ""))
+    holders = () if rule.kind == "used_unallocated" else (holder,)
+    facts = Facts(device, None, holders, text=example.get("text", ""))
     finding = Finding(rule, "GPU-1", "uid", example.get("key", ""), value=example.get("value"), facts=facts)
     if rule.kind != "node_silent":
         labels, annotations = describe(finding, tick, _SINCE_MS)
