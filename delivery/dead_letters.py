@@ -8,13 +8,12 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
 
-from delivery.sender import Sender, Unsendable
+from delivery.sender import Sender, Unsendable, not_sent
 from topics import dead_letters
 from topics.dead_letters import Origin
 
 log = logging.getLogger(__name__)
 
-UNREADY_AFTER_S = 30.0
 _SENDER_STOP_S = 0.5
 
 
@@ -63,8 +62,7 @@ class DeadLetters:
     def not_ready(self) -> list[str]:
         """The reasons why none can be written; empty if there is none."""
         waited_s = time.monotonic() - min(self._waiting_since_s.values(), default=math.inf)
-        waiting = [f"a dead letter has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
-        return self._sender.not_ready() or waiting
+        return not_sent(self._sender, what="a dead letter", waited_s=waited_s)
 
     async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
         """Write a record's dead letter; returns once it is acknowledged. Raises Abandoned if ``abandon`` is set."""

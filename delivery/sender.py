@@ -55,6 +55,8 @@ _INVALID_RECORD = (AssertionError, TypeError, ValueError)
 _RETRY_BACKOFF_MS = 500
 """The client's own 100 ms, while no broker answers, cost a node's producer half of its CPU."""
 
+UNREADY_AFTER_S = 30.0  # a component whose records have waited for longer is not ready
+
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _CANCEL_TIMEOUT_S = 2.0
 
@@ -270,3 +272,9 @@ class Sender:
             await close(self._producer)
         connection, options = self._connection, self._options
         self._producer = await start_client(lambda: producer(connection, **options), connection, _BACKOFF_S)
+
+
+def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
+    """Why records do not reach Kafka; empty if they do. ``what`` names the record that has waited for ``waited_s``."""
+    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+    return sender.not_ready() or waiting

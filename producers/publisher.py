@@ -6,7 +6,7 @@ On failure: while the broker is away, ticks wait. When the buffer is full, the o
 tick keeps its ``seq``, so that readers see the gap. A record that can never be sent is dropped and counted. If that is
 a snapshot, its samples are sent without it, and their reader finds that it is missing.
 
-This module also has what all producers share: their counters, their sender, and their readiness.
+This module also has what all producers share: their counters and their sender.
 """
 
 import asyncio
@@ -63,7 +63,6 @@ RESIZE_SHARE = 0.25  # if the size of ticks has changed by this share, the capac
 RESEND_S = 300.0
 """A snapshot or a node's workloads are sent again after this; readers look back 10 minutes for those of a sample."""
 
-UNREADY_AFTER_S = 30.0  # a producer whose records have waited for longer is not ready
 LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 """What one batch has room for, beside the key and the batch's own framing."""
 
@@ -296,10 +295,3 @@ def count_settled(instruments: Instruments, done: "asyncio.Future[int]", sent: s
     if not done.cancelled():
         refused = done.exception() is not None
         (instruments.counter(dropped, "refused") if refused else instruments.counter(sent)).inc()
-
-
-def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
-    """Why a producer's records do not reach Kafka; empty if they do. ``what`` names the record that has waited for
-    ``waited_s``."""
-    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
-    return sender.not_ready() or waiting

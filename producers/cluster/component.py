@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client
-from delivery.sender import Sender
+from delivery.sender import Sender, not_sent
 from delivery.tasks import running, set_within, until_stopped
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
@@ -32,7 +32,7 @@ from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import not_sent, sender_of
+from producers.publisher import sender_of
 from producers.workloads import WorkloadsPublisher
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import math
 import time
 
 from delivery.instruments import Instruments
-from delivery.sender import Sender
+from delivery.sender import Sender, not_sent
 from delivery.tasks import running, until_stopped
 from producers.node import instruments
 from producers.node.cgroups import ProcessOwners
@@ -24,7 +24,7 @@ from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import NodePublisher, not_sent, sender_of
+from producers.publisher import NodePublisher, sender_of
 from producers.retry_buffer import RetryBuffer
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from pkgutil import resolve_name
 
 from delivery.instruments import Instrument, Instruments
-from delivery.sender import Sender
+from delivery.sender import Sender, not_sent
 from delivery.tasks import running, until_stopped
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import MAX_IN_FLIGHT, NodePublisher, not_sent, sender_of
+from producers.publisher import MAX_IN_FLIGHT, NodePublisher, sender_of
 from producers.records import WorkloadsContent
 from producers.replay.config import TRACES, ReplaySettings
 from producers.replay.trace import Rows, Trace

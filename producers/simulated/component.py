@@ -17,10 +17,10 @@ from typing import BinaryIO
 import orjson
 
 from delivery.instruments import Instrument, Instruments
-from delivery.sender import Sender
+from delivery.sender import Sender, not_sent
 from delivery.tasks import running, set_within
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import NodePublisher, not_sent, sender_of
+from producers.publisher import NodePublisher, sender_of
 from producers.records import WorkloadsContent
 from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings

@@ -5,7 +5,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from delivery import dead_letters as module
+from delivery import sender as sender_module
 from delivery.dead_letters import Abandoned, DeadLetters
 from tests.sinks.records import ConsumedRecord, FakeSender
 
@@ -15,7 +15,7 @@ RECORD = ConsumedRecord(7, b"{")
 async def test_a_letter_that_waits_for_kafka_is_reported_until_it_is_written_or_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "UNREADY_AFTER_S", -1.0)
+    monkeypatch.setattr(sender_module, "UNREADY_AFTER_S", -1.0)
     sender = FakeSender(away=True)
     sender.not_ready = list  # type: ignore[attr-defined]
     letters, abandon = DeadLetters(sender, "sink"), asyncio.Event()  # type: ignore[arg-type]

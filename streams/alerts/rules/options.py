@@ -237,8 +237,7 @@ labels = partial(_parse_table, 'team = "platform"', label_name, plain)
 annotations = partial(_parse_table, 'runbook = "https://..."', annotation_name, text)
 
 STATES: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "xid")  # an XID error is an event
-NOT_OF_PODS: tuple[Kind, ...] = ("used_unallocated", "missing", "node_silent")
-OF_PODS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in NOT_OF_PODS)
+OF_PODS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in ("used_unallocated", "missing", "node_silent"))
 """The kinds that are about a pod, or about a device that a pod may hold."""
 
 OPTIONS = (

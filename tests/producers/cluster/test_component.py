@@ -11,8 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
+from delivery import sender
 from delivery.connection import Connection
-from producers import PRODUCERS, publisher
+from producers import PRODUCERS
 from producers.cluster import component as module
 from producers.cluster import config as cluster_config
 from producers.cluster import instruments as own
@@ -386,7 +387,7 @@ async def test_a_standby_is_ready_and_silent_and_takes_over_with_a_higher_epoch(
 async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "UNREADY_AFTER_S", 0.0)
+    monkeypatch.setattr(sender, "UNREADY_AFTER_S", 0.0)
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json()
     now_ms = int(time.time() * 1000)
@@ -431,7 +432,7 @@ async def test_a_stop_releases_the_lease(tmp_path: Path) -> None:
 async def test_an_unacknowledged_record_makes_it_unready_and_a_stop_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "UNREADY_AFTER_S", 0.0)
+    monkeypatch.setattr(sender, "UNREADY_AFTER_S", 0.0)
     monkeypatch.setattr(module, "DRAIN_S", 0.1)
     server = cluster_of("n1")
     async with server, running(server, tmp_path, prompt=False) as replica:
