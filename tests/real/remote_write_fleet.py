@@ -88,9 +88,9 @@ async def write(kafka: KafkaServer, records: Iterable[dict[str, Any] | bytes]) -
     try:
         for record in records:
             value = record if isinstance(record, bytes) else json.dumps(record).encode()
-            node = "node-0" if isinstance(record, bytes) else str(record["node"])
+            cluster, node = ("c", "node-0") if isinstance(record, bytes) else (record["cluster"], record["node"])
             partition = int(node.removeprefix("node-")) % PARTITIONS
-            await producer.send("gpu.attributed", value, key=node_key("c", node), partition=partition)
+            await producer.send("gpu.attributed", value, key=node_key(cluster, node), partition=partition)
         await producer.flush()
     finally:
         await producer.stop()
