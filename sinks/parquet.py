@@ -93,6 +93,9 @@ def _schema() -> Any:
 _KEY = ("cluster", "node", "uuid", "namespace", "pod", "pod_uid", "container", "category")
 """The columns that, with the file's hour, are the key of a record."""
 
+_ORDER = ("generation", "revision")
+"""The columns by which the record of a key that stays is found."""
+
 
 class HourFiles:
     """The files of a partition, below a path. The methods block; call them on a thread."""
@@ -104,7 +107,7 @@ class HourFiles:
         """Merge records of an hour, one for each key, into its file. Returns how many of them are new to the file.
 
         A record is not new if its key is there with the same or a higher generation and revision. Raises OSError, and
-        what pyarrow raises if the file is not a valid Parquet file.
+        an ArrowException if the file is not a Parquet file, or not one of this sink.
         """
         pa, pq = _pyarrow()
         start = datetime.fromtimestamp(start_ms / 1000, UTC)
@@ -115,7 +118,9 @@ class HourFiles:
                 lock, fcntl.LOCK_EX
             )  # a worker that does not know that it has lost the partition may merge, too
             old = pq.read_table(file, partitioning=None) if file.exists() else _schema().empty_table()
-            orders = list(zip(*(old[name].to_pylist() for name in ("generation", "revision")), strict=True))
+            if missing := [name for name in (*_KEY, *_ORDER) if not _has_column(old, name)]:
+                raise pa.ArrowInvalid(f"{file} is no file of this sink: it lacks the columns {', '.join(missing)}")
+            orders = list(zip(*(old[name].to_pylist() for name in _ORDER), strict=True))
             keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
             known, new_rows = dict(zip(keys, orders, strict=True)), {}
             for record in records:
@@ -149,6 +154,14 @@ class HourFiles:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+def _has_column(table: Any, name: str) -> bool:
+    """Whether a table has a column once, of the type that the sink writes, and by which records can be ordered."""
+    number = table.schema.get_field_index(name)
+    if number < 0 or table.schema.field(number).type != _schema().field(name).type:
+        return False
+    return name not in _ORDER or not table[number].null_count
 
 
 class Disk:

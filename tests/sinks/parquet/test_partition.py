@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -180,6 +181,33 @@ async def test_it_fails_while_one_file_can_not_be_written_whatever_becomes_of_ot
     await asyncio.gather(delivering, return_exceptions=True)
     assert setup.disk.failing is None
     assert setup.registry.get_sample_value("gpustream_parquet_failing") == 0
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"other": [1]},
+        {**{name: ["a"] for name in parquet._KEY}, "generation": ["high"], "revision": [1]},
+        {**{name: ["a"] for name in parquet._KEY}, "generation": pa.array([None], pa.int64()), "revision": [1]},
+        {**{name: [7] for name in parquet._KEY}, "generation": [0], "revision": [1]},
+    ],
+    ids=["others", "texts", "null", "numbers"],
+)
+async def test_a_file_of_that_name_with_other_columns_is_waited_for_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
+    (tmp_path / FILE).parent.mkdir()
+    pq.write_table(pa.table(columns), tmp_path / FILE)
+    before = (tmp_path / FILE).read_bytes()
+    setup = Setup(tmp_path)
+    delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
+    await eventually(lambda: setup.disk.failing, unless=delivering)
+    assert str(tmp_path / FILE) in (setup.disk.failing or "")
+    assert (tmp_path / FILE).read_bytes() == before
+    (tmp_path / FILE).unlink()
+    assert await delivering == [1]
+    assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
 
 
 async def test_what_a_killed_worker_left_is_no_file_and_is_removed(tmp_path: Path) -> None:
