@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -93,13 +93,24 @@ CHECK_REFUSED_S = 300.0
 FRESH_S = 5.0
 """How long a decision may take from the moment that the end of the partition was read. After that, read on first."""
 
+_FACTS_S = 15.0
+"""For how long what took longer to read is kept, so that it is decided when the partition was read on."""
+
 _MAX_EVENTS = 8
 _CHANGED = "somebody changed it between the decision and the action, or it went: nothing was done"
 _decode = decoder(Action)
 
 
+class _SlowFacts(NamedTuple):
+    """What took long to read about an alert, and until when it may be decided by that."""
+
+    watched: Watched
+    facts: Facts
+    until_s: float
+
+
 class Reclaimer:
-    """Decides and acts, for all partitions. ``now_ms``: the time of day."""
+    """Decides and acts, for all partitions. ``now_ms``: the time of day. ``clock_s`` never steps back."""
 
     def __init__(
         self,
@@ -108,14 +119,16 @@ class Reclaimer:
         send: Callable[[Action], Coroutine[Any, Any, None]],
         instruments: Instruments,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.cluster = settings, cluster
         budgets = {"stop": settings.budget, "event": settings.event_budget}
         self.ledger = Ledger(settings.cluster, budgets)
         self.health = ApiHealth("the API server", log)
-        self._send, self._instruments, self._now_ms = send, instruments, now_ms
+        self._send, self._instruments, self._now_ms, self._clock_s = send, instruments, now_ms, clock_s
         self._by = settings.instance_id or socket.gethostname()
         self._read = asyncio.Event()
+        self._slow_facts: dict[str, _SlowFacts] = {}
         instruments.gauge(UNSETTLED).set_function(lambda: len(self.ledger.unsettled()))
         for budget in budgets:
             instruments.gauge(BUDGET, budget).set_function(lambda name=budget: self.ledger.left(name, self._now_ms()))  # type: ignore[misc]
@@ -132,9 +145,10 @@ class Reclaimer:
     async def consider(self, watched: Watched, abandon: asyncio.Event) -> float:
         """Do what is due about an alert. Returns in how many seconds to consider it again.
 
-        Raises Unreachable and Abandoned.
+        0: what it needs to know took long to read, and is kept for some seconds. Read the partition on, and call this
+        again first. Raises Unreachable and Abandoned.
         """
-        began_s, alert = time.monotonic(), watched.alert
+        began_s, alert = self._clock_s(), watched.alert
         firing = Firing(alert, None, partly=False, written_ms=watched.written_ms)
         namespace, allowed = await self._opt_in(alert)
         if isinstance(allowed, Objection):
@@ -151,12 +165,18 @@ class Reclaimer:
         planned = all(last and last.state == "planned" and last.due_at == due_at for last, due_at in last_actions)
         if wait_s and (firing.since_ms is None or planned):
             return min(CHECK_S, wait_s)
-        facts = await self._facts(firing, namespace, now_ms)
+        slow = self._slow_facts.pop(alert.fingerprint, None)
+        if slow is not None and slow.watched is watched and began_s <= slow.until_s:
+            facts: Facts | Objection = slow.facts
+        else:
+            facts = await self._facts(firing, namespace, now_ms)
         if isinstance(facts, Objection):
             for kind in [kind for kind, due_at_ms in dues.items() if due_at_ms <= now_ms]:
                 await self._refuse(firing, kind, facts, abandon)
             return min(CHECK_S, wait_s or CHECK_S)
-        if time.monotonic() - began_s > FRESH_S:
+        if (now_s := self._clock_s()) - began_s > FRESH_S:
+            self._slow_facts = {key: read for key, read in self._slow_facts.items() if read.until_s >= now_s}
+            self._slow_facts[alert.fingerprint] = _SlowFacts(watched, facts, now_s + _FACTS_S)
             return 0.0
         return await self._decide_and_act(firing, facts, dues, abandon)
 

@@ -99,6 +99,8 @@ class ReclaimPartition:
                     self._check_at_s[fingerprint] = self._clock_s() + _AGAIN_S
                     wait_s = await self._reclaimer.consider(watched, abandon)
                     self._check_at_s[fingerprint] = self._clock_s() + wait_s
+                    if not wait_s:  # what was read of it is kept for the next turn only
+                        self._watched = {fingerprint: watched, **self._watched}
         except Unreachable as error:
             failure = error
         if failure is not None:

@@ -219,6 +219,7 @@ class Replica:
             self._send,
             instruments,
             lambda: world.now_ms,
+            lambda: world.now_ms / 1000,
         )
         self.partition = ReclaimPartition(
             self.reclaimer,

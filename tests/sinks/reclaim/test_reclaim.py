@@ -592,3 +592,59 @@ def test_a_late_refusal_does_not_undo_done() -> None:
         ledger.add(_intention(0, state=state), START_MS)
     assert (last := ledger.last(_intention(0).id)) is not None
     assert (last.state, ledger.left("stop", START_MS)) == ("done", 0)
+
+
+def slow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each answer of the API server take 3 s."""
+    answer = world.api.request
+
+    async def answer_slowly(method: str, path: str, **more: Any) -> Answer:
+        world.now_ms += 3000
+        return await answer(method, path, **more)
+
+    monkeypatch.setattr(world.api, "request", answer_slowly)
+
+
+async def test_a_workload_whose_owners_are_read_slowly_is_stopped_once_the_log_was_read_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World("scale")
+    slow(world, monkeypatch)
+    world.write(world.deployment(), world.deployment("other"))
+    sink = world.replica()
+    await sink.run()
+    assert world.api.changes == [], "the alerts may be resolved by now"
+    for _ in range(3):
+        await sink.run(later_ms=1000)
+    assert world.states() == ["intended", "done"] * 2
+
+
+async def test_an_alert_that_ends_or_changes_while_its_owners_are_read_slowly_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World("scale")
+    slow(world, monkeypatch)
+    firing = world.deployment()
+    world.write(firing)
+    sink = world.replica()
+    await sink.run()
+    annotate(world, POD, reclaim="off")
+    world.write(msgspec.structs.replace(firing, revision=1))
+    for _ in range(3):
+        await sink.run()
+    assert world.states() == ["refused opted_out"]
+    world.write(over(firing, world.now_ms))
+    await sink.run()
+    assert world.api.changes == []
+
+
+async def test_what_was_read_of_a_workload_long_ago_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("scale")
+    slow(world, monkeypatch)
+    world.write(world.deployment())
+    sink = world.replica()
+    await sink.run()
+    annotate(world, POD, reclaim="off")
+    await sink.run(later_ms=60_000)
+    await sink.run(later_ms=1000)
+    assert (world.states(), world.api.changes) == (["refused opted_out"], [])
