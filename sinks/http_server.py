@@ -7,12 +7,16 @@ after a while.
 
 import asyncio
 import contextlib
+import logging
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 20.0
 """A connection without a complete request for this time is closed."""
@@ -21,6 +25,7 @@ MAX_CLIENTS = 128
 """The most open connections; further ones are closed."""
 
 _END_S = 1.0
+_RETRY_S = 1.0
 
 
 class ListenError(Exception):
@@ -51,28 +56,57 @@ async def listening(
     await runner.setup()
     server = cast("web.Server", runner.server)  # it has one, since it is set up
 
-    def connect() -> asyncio.Protocol:
-        return server() if len(server.connections) < MAX_CLIENTS else _TooMany()
-
-    (host, port), listener = address, None
+    (host, port), listeners = address, list[socket.socket]()
+    opening: set[asyncio.Future[Any]] = set()
+    accepting: list[asyncio.Future[None]] = []
     try:
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                connect, host, port, ssl=context, ssl_handshake_timeout=IDLE_S if context is not None else None
-            )
+            bound = await asyncio.get_running_loop().create_server(server, host, port, start_serving=False)
+            listeners = [listener.dup() for listener in bound.sockets]
+            bound.close()
+            for listener in listeners:
+                listener.listen()
         except OSError as error:
             raise ListenError(f"{option}: can't serve on {host}:{port}: {error.strerror or error}") from error
-        yield host, listener.sockets[0].getsockname()[1]
+        accepting = [asyncio.ensure_future(_accept(listener, server, context, opening)) for listener in listeners]
+        yield host, listeners[0].getsockname()[1]
     finally:
-        if listener is not None:
+        for task in (*accepting, *opening):
+            task.cancel()
+        await asyncio.gather(*accepting, *opening, return_exceptions=True)
+        for listener in listeners:
             listener.close()
         closing()
         await runner.cleanup()
 
 
-class _TooMany(asyncio.Protocol):
-    """A connection beyond the limit."""
+async def _accept(
+    listener: socket.socket, server: web.Server, context: ssl.SSLContext | None, opening: set[asyncio.Future[Any]]
+) -> None:
+    """Accept connections until cancelled. ``opening``: those of all listeners that are not the server's yet.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Closes it."""
-        transport.close()
+    A connection counts while it is there, although the server knows it only after its handshake.
+    """
+    loop, handshake_s = asyncio.get_running_loop(), IDLE_S if context is not None else None
+
+    def opened(connection: asyncio.Future[Any]) -> None:
+        opening.discard(connection)
+        if not connection.cancelled():
+            connection.exception()  # a client that breaks off is no error
+
+    while True:
+        try:
+            client, _ = await loop.sock_accept(listener)
+        except OSError as error:  # the process has too many files open, or the client has gone already
+            log.warning("a connection can't be accepted: %s", error.strerror or error)
+            await asyncio.sleep(_RETRY_S)
+            continue
+        if len(server.connections) + len(opening) >= MAX_CLIENTS:
+            client.close()
+        else:
+            connection = asyncio.ensure_future(
+                loop.connect_accepted_socket(server, client, ssl=context, ssl_handshake_timeout=handshake_s)
+            )
+            opening.add(connection)
+            connection.add_done_callback(opened)
+        await asyncio.sleep(0)  # many clients at once keep no other work waiting

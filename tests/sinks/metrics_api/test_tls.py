@@ -157,6 +157,27 @@ async def test_a_client_that_says_nothing_loses_its_connection(
         writer.close()
 
 
+async def test_a_connection_counts_before_its_handshake(
+    tmp_path: Path, authorities: list[Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CLIENTS", 8)
+    ours = authorities[0]
+    files = Files(tmp_path, ours, ours)
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text)
+    async with listening(api().routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context) as address:
+        silent = [await asyncio.open_connection(*address) for _ in range(8)]
+        reader, writer = await asyncio.open_connection(*address)
+        assert await asyncio.wait_for(reader.read(), 10.0) == b"", "the ninth is closed at once"
+        writer.close()
+
+        for _, opened in silent:
+            opened.write(b"no TLS")
+        await asyncio.gather(*(opened.read() for opened, _ in silent), return_exceptions=True)
+        for _, opened in silent:
+            opened.close()
+        assert await ask(address, ours, ours.sign("keda")) == 404
+
+
 def test_certificates_that_can_not_be_used_are_a_clear_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "tls.crt").write_text("no certificate")
     (tmp_path / "tls.key").write_text("no key")
