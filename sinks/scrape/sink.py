@@ -10,6 +10,7 @@ On failure: the sink waits for Kafka to come back. Meanwhile nothing older than 
 
 import asyncio
 import contextlib
+import math
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -126,6 +127,7 @@ class ScrapePartition:
         self._shared = shared
         self._nodes: dict[tuple[str, str], _RenderedNode] = {}
         self._abandon: asyncio.Event | None = None
+        self._at_end_s = -math.inf  # when the partition was last read to its end
 
     def series(self) -> Iterator[SampleGroup]:
         """The series to show now."""
@@ -177,8 +179,8 @@ class ScrapePartition:
             yield step[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """Remember the event that says whether the partition has been revoked."""
-        self._abandon = abandon
+        """Remember the event that says whether the partition has been revoked, and that it is read to its end."""
+        self._abandon, self._at_end_s = abandon, self._shared.now_s()
 
     def reset(self) -> None:
         """Forget everything: the topic was recreated."""
@@ -187,11 +189,12 @@ class ScrapePartition:
     def _apply(self, sample: SeriesTick, logged_ms: int) -> Outcome:
         """Show a tick in place of the node's last one, or put it into the node's window and show what that closes.
 
-        ``logged_ms``: its log time. By that or by its node's clock, whichever is later, it came.
+        ``logged_ms``: its log time. By that or by its node's clock, whichever is later, it came; but not before the
+        partition was last read to its end, so that a clock of this host that is ahead hides nothing that comes now.
         """
         node = self._nodes.get((sample.cluster, sample.node))
         age_s = self._shared.wall_s() - max(sample.ts_ms, logged_ms) / 1000
-        came_s = self._shared.now_s() - max(0.0, age_s)
+        came_s = max(self._shared.now_s() - max(0.0, age_s), self._at_end_s)
         verdict = replays.verdict(node.last if node else None, sample)
         if verdict == "replay":
             return "duplicate"

@@ -227,6 +227,27 @@ async def test_a_tick_that_is_read_late_is_shown_for_what_is_left_of_its_time() 
     assert bench.exposition() == ""
 
 
+async def test_what_comes_after_the_log_was_read_to_its_end_is_shown_although_this_hosts_clock_is_ahead() -> None:
+    bench = Bench(wall_s=3600.0)
+    bench.handler.recall([_tick(0, _device("a", 0.1))])
+    assert bench.exposition() == "", "it may be as old as the clock says"
+
+    await bench.handler.quiet(bench.abandon)
+    await bench.deliver(_tick(1, _device("a", 0.2)))
+    bench.now_s = 59.0
+    assert " 0.2\n" in bench.exposition()
+    bench.now_s = 60.0
+    assert bench.exposition() == ""
+
+
+async def test_what_waited_in_kafka_is_not_shown_for_longer_than_since_the_log_was_read_to_its_end() -> None:
+    bench = Bench(wall_s=3600.0)
+    await bench.handler.quiet(bench.abandon)
+    bench.now_s = 61.0
+    await bench.deliver(_tick(1, _device("a", 0.1)))
+    assert bench.exposition() == ""
+
+
 async def test_a_partition_that_was_taken_away_is_not_shown_until_it_is_ours_again() -> None:
     bench = Bench()
     await bench.deliver(_tick(0, _device("a", 0.1)))
