@@ -12,6 +12,8 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from delivery.instruments import Instruments
 from delivery.sender import Sender, not_sent
@@ -146,17 +148,23 @@ class NodeProducer:
         containers, devices, job_ids_by_file = await asyncio.gather(
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
-        all_jobs_known = self._settings.pod_resources_socket is None and (
-            self._job_files.cover_all_gpus() or self._process_owners.jobs.any()
-        )
         devices = with_jobs(
             self._gpus.with_events(devices),
             job_ids_by_file,
             lambda job_id: self._job_files.enriched(self._process_owners.jobs.of(job_id)),
-            all_known=all_jobs_known,
+            all_known=self._all_jobs_known,
         )
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
         self._report_buffer()
+
+    def _all_jobs_known(self, device: Mapping[str, Any]) -> bool:
+        """Whether a device without a job has none: its file says so, or without files, from the first job on, the
+        processes on it."""
+        if self._settings.pod_resources_socket is not None:
+            return False
+        if self._job_files.were_read():
+            return self._job_files.cover(device)
+        return self._process_owners.jobs.any() and device.get("processes") is not None
 
     def _report_buffer(self) -> None:
         """Log how long the buffer lasts: at the first tick, and when it becomes too small, or large enough again."""

@@ -2,8 +2,8 @@
 
 In: files named by GPU index (``0``), by GPU index and GPU instance (``2.1``), or by UUID, with one job id per line; and
 for each job a file in the subdirectory ``jobs``, with the lines ``user=``, ``partition=`` and ``account=``.
-Out: the job ids by file name, and the user, partition and account of each job. State: the content of each file, until
-it changes.
+Out: the job ids by file name, the names of the files whose jobs are not known, and the user, partition and account of
+each job. State: the content of each file, until it changes.
 On failure: a file or line that can't be used is left out of that tick, counted by reason, and logged once. If reading
 does not end in time, the last result stays in force.
 """
@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.jobs import Job, as_name
+from producers.node.jobs import Job, as_name, file_name
 from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,13 @@ class JobLines(NamedTuple):
 
 
 class JobMapping(NamedTuple):
-    """The content of the directory: the job ids by file name, the problems, and the jobs that have their own file."""
+    """The content of the directory: the job ids by file name, the problems, the jobs that have their own file, and the
+    names of the files that are there, and whose jobs are not known."""
 
     job_ids_by_file: dict[str, tuple[str, ...]]
     problems: list[Problem]
     jobs_by_id: Mapping[str, Job] = {}
+    unknown_files: frozenset[str] = frozenset()
 
 
 def parse(content: bytes) -> JobLines:
@@ -102,6 +104,7 @@ class Directory:
         if len(entries) > MAX_ENTRIES:
             problems.append(Problem("directory", self._directory, f"more than {MAX_ENTRIES} entries"))
         files = [entry for entry in entries[:MAX_ENTRIES] if _FILE_NAME.fullmatch(entry.name)]
+        unknown_files: set[str] = set()
         for entry in files:
             path = self._directory / entry.name
             try:
@@ -110,6 +113,7 @@ class Directory:
                 continue
             except OSError as error:
                 self._cache.pop(entry.name, None)
+                unknown_files.add(entry.name)
                 problems.append(Problem("file", path, error.strerror or str(error)))
                 continue
             if lines.left_out:
@@ -117,10 +121,12 @@ class Directory:
                 problems.append(Problem("line", path, text, lines.left_out))
             if lines.job_ids:
                 job_ids_by_file[entry.name] = lines.job_ids
+            elif lines.left_out:
+                unknown_files.add(entry.name)
         for name in self._cache.keys() - {entry.name for entry in files}:
             del self._cache[name]
         job_ids = {job_id for job_ids in job_ids_by_file.values() for job_id in job_ids}
-        return JobMapping(job_ids_by_file, problems, self._read_jobs(job_ids))
+        return JobMapping(job_ids_by_file, problems, self._read_jobs(job_ids), frozenset(unknown_files))
 
     def _read_jobs(self, job_ids: Collection[str]) -> dict[str, Job]:
         """Those of these jobs that have their own file, by id. It is written before the files of the job's GPUs, so it
@@ -176,6 +182,7 @@ class JobFiles:
         self._reading: asyncio.Future[JobMapping] | None = None
         self._job_ids_by_file: JobIdsByFile = {}
         self._jobs_by_id: Mapping[str, Job] = {}
+        self._unknown_files: frozenset[str] = frozenset()
         self._directory_was_read = False
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._logged_s: dict[tuple[Reason, Path], float] = {}
@@ -199,9 +206,15 @@ class JobFiles:
             return job
         return Job(job.id, *(new or old for new, old in zip(described[1:], job[1:], strict=True)))
 
-    def cover_all_gpus(self) -> bool:
-        """Whether the last reading that has ended could list the job files, so that a GPU without one has no job."""
+    def were_read(self) -> bool:
+        """Whether the last reading that has ended could list the job files."""
         return self._directory_was_read
+
+    def cover(self, device: Mapping[str, Any]) -> bool:
+        """Whether the files that were read name every job of a device. They do not if its own file can't be used, or if
+        its index, which is the name of that file, is not known."""
+        name = file_name(device)
+        return name is not None and self._unknown_files.isdisjoint((name, device.get("uuid")))
 
     def troubles(self) -> list[str]:
         """The problems of the last reading, as texts for people."""
@@ -217,6 +230,7 @@ class JobFiles:
             return False
         mapping, self._reading = self._reading.result(), None
         self._job_ids_by_file, self._jobs_by_id = mapping.job_ids_by_file, mapping.jobs_by_id
+        self._unknown_files = mapping.unknown_files
         self._directory_was_read = all(problem.reason != "directory" for problem in mapping.problems)
         self._report(mapping.problems)
         return True

@@ -55,15 +55,15 @@ def with_jobs(
     job_ids_by_file: Mapping[str, Sequence[str]],
     job_by_id: Callable[[str], Job],
     *,
-    all_known: bool = False,
+    all_known: Callable[[Mapping[str, Any]], bool] = lambda device: False,
 ) -> list[Mapping[str, Any]]:
     """The devices of a tick as in gpu.samples, each with its jobs.
 
-    The file names of ``job_ids_by_file`` are UUIDs of devices, or those of :func:`file_name`. ``all_known``: every job
-    of this machine is known, so a device without any gets an empty list.
+    The file names of ``job_ids_by_file`` are UUIDs of devices, or those of :func:`file_name`. ``all_known`` returns
+    whether every job of a device is known, so that it gets an empty list if it has none.
     """
     jobs_of_devices = [(device, jobs_of(device, job_ids_by_file, job_by_id)) for device in devices]
-    return [{**device, "jobs": jobs} if jobs or all_known else device for device, jobs in jobs_of_devices]
+    return [{**device, "jobs": jobs} if jobs or all_known(device) else device for device, jobs in jobs_of_devices]
 
 
 def jobs_of(

@@ -15,6 +15,7 @@ from producers import PRODUCERS, publisher
 from producers.node import instruments as own
 from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
+from producers.node.jobs import Evidence
 from tests.eventually import LIMIT_S, eventually
 from tests.nvml.scripted import Process, ScriptedNvml
 from tests.producers.fakes import FakeSender, containers, devices
@@ -328,6 +329,31 @@ async def test_a_device_has_the_jobs_of_its_file_until_they_end(tmp_path: Path) 
     await bench.until(ended)
     assert [device.get("jobs") for device in bench.ticks[0]["devices"]] == [None, [{"id": "7"}, {"id": "8"}]]
     assert "jobs" not in bench.ticks[-1]["devices"][1]
+
+
+@pytest.mark.parametrize("spoiled", ["1", "GPU-1"])
+async def test_a_gpu_whose_job_file_can_not_be_used_is_not_said_to_have_no_job(tmp_path: Path, spoiled: str) -> None:
+    bench = Bench(hpc_job_mapping_dir=tmp_path, pod_resources_socket=None)
+    bench.gpus.answer = [{**devices()[0], "uuid": f"GPU-{index}", "index": index} for index in (0, 1)]
+    (tmp_path / spoiled).mkdir()
+    await bench.until(lambda: len(bench.ticks) > 0)
+    assert [device.get("jobs") for device in bench.ticks[0]["devices"]] == [[], None]
+
+
+async def test_a_lost_gpu_without_an_index_is_not_said_to_have_no_job(tmp_path: Path) -> None:
+    bench = Bench(hpc_job_mapping_dir=tmp_path, pod_resources_socket=None)
+    bench.gpus.answer = [{**devices()[0], "index": 0}, {"uuid": "GPU-1", "state": "lost", "metrics": {}}]
+    await bench.until(lambda: len(bench.ticks) > 0)
+    assert [device.get("jobs") for device in bench.ticks[0]["devices"]] == [[], None]
+
+
+async def test_without_files_a_gpu_whose_processes_are_not_known_is_not_said_to_have_no_job() -> None:
+    bench = Bench(pod_resources_socket=None)
+    bench.component._process_owners.jobs.learn("7", Evidence(from_cgroup=True))
+    silent = {"uuid": "GPU-1", "index": 1, "state": "timeout", "metrics": {}}
+    bench.gpus.answer = [{**devices()[0], "index": 0, "processes": []}, silent]
+    await bench.until(lambda: len(bench.ticks) > 0)
+    assert [device.get("jobs") for device in bench.ticks[0]["devices"]] == [[], None]
 
 
 async def test_a_process_of_a_job_gives_its_gpu_the_job_its_user_and_its_partition(

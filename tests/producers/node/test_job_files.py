@@ -155,6 +155,14 @@ def test_a_file_that_can_not_be_read_is_reported_and_the_others_are_read(
     mapping = Directory(tmp_path).read()
     assert mapping.job_ids_by_file == {"0": ("1",)}
     assert [(problem.reason, problem.path) for problem in mapping.problems] == [("file", tmp_path / "1")]
+    assert mapping.unknown_files == {"1"}
+
+
+def test_of_a_file_without_any_valid_line_the_jobs_are_not_known(tmp_path: Path) -> None:
+    for name, content in (("0", b"\xff\n"), ("1", b"\xff\n7\n"), ("2", b"\n")):
+        (tmp_path / name).write_bytes(content)
+    mapping = Directory(tmp_path).read()
+    assert (mapping.job_ids_by_file, mapping.unknown_files) == ({"1": ("7",)}, frozenset({"0"}))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -303,15 +311,15 @@ async def test_files_that_were_never_read_do_not_say_that_a_gpu_has_no_job(tmp_p
         return next(mappings)
 
     bench = Bench(tmp_path, look)
-    assert (await bench.files.read(0.01), bench.files.cover_all_gpus()) == ({}, False)
+    assert (await bench.files.read(0.01), bench.files.were_read()) == ({}, False)
     hangs.set()
-    assert (await bench.files.read(WITHIN_S), bench.files.cover_all_gpus()) == ({}, False)
+    assert (await bench.files.read(WITHIN_S), bench.files.were_read()) == ({}, False)
     hangs.clear()
-    assert (await bench.files.read(0.01), bench.files.cover_all_gpus()) == ({}, False)
+    assert (await bench.files.read(0.01), bench.files.were_read()) == ({}, False)
     hangs.set()
-    assert (await bench.files.read(WITHIN_S), bench.files.cover_all_gpus()) == ({"0": ("1",)}, True)
+    assert (await bench.files.read(WITHIN_S), bench.files.were_read()) == ({"0": ("1",)}, True)
     hangs.clear()
-    assert (await bench.files.read(0.01), bench.files.cover_all_gpus()) == ({"0": ("1",)}, True)
+    assert (await bench.files.read(0.01), bench.files.were_read()) == ({"0": ("1",)}, True)
     hangs.set()
     bench.files.close()
 

@@ -85,7 +85,7 @@ def test_only_devices_with_jobs_get_the_field_and_no_given_device_is_changed() -
 def test_a_device_without_jobs_has_an_empty_list_if_all_jobs_are_known() -> None:
     free = {"uuid": "GPU-a", "index": 0}
     assert with_jobs([free], {}, job_by_id) == [free]
-    assert with_jobs([free], {}, job_by_id, all_known=True) == [{**free, "jobs": []}]
+    assert with_jobs([free], {}, job_by_id, all_known=lambda device: True) == [{**free, "jobs": []}]
 
 
 def test_a_device_with_jobs_is_a_valid_record() -> None:
