@@ -162,6 +162,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def join(self) -> None:
         """Become a member; the member is notified of its partitions as they come and go."""
         self._consumer.subscribe(list(self._topics), listener=self)
+        self._consumer._client.cluster.add_listener(self.note_missing)  # noqa: SLF001 - no public way
         loops = (self.watch(), self._require_classic_protocol(), self.lateness.watch())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
@@ -298,9 +299,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             if not count and topic in self._unauthorized_topics():
                 self._report(TopicAuthorizationFailedError(topic))
             elif not count and topic in self._seen_topics:
-                if topic not in self._missing_topics:
-                    log.warning("%s: deleted; waiting for it", topic)
-                self._missing_topics.add(topic)
+                self.note_missing(self._consumer._client.cluster)  # noqa: SLF001 - no public way
                 self._consumer._client.force_metadata_update()  # noqa: SLF001 - or its return is noticed up to 20 s later
             if not count:
                 continue
@@ -311,6 +310,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                     " key belongs to has changed. Give all topics that are keyed by node the same number"
                 )
         self._check_partitions(now_s)
+
+    def note_missing(self, cluster: Any) -> None:
+        """Note the topics that new metadata lack. Called before anything is fetched by that metadata: a topic that is
+        missing for a moment only may be another log."""
+        for topic in self._seen_topics - self._missing_topics - self._unauthorized_topics() - cluster.topics():
+            log.warning("%s: deleted; waiting for it", topic)
+            self._missing_topics.add(topic)
 
     def _check_partitions(self, now_s: float) -> None:
         """Note where a transaction stays open, and for which partitions no broker answers."""
@@ -409,12 +415,18 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     ) -> Mapping[Partition, Sequence[Any]]:
         """Records of these partitions, in order; none if none came within ``timeout_s``.
 
-        The timeout is our own: during a rebalance the client would wait for its end, which waits for the reader.
+        The timeout is our own: during a rebalance the client would wait for its end, which waits for the reader. A
+        topic that was missing is not read until :meth:`read_new_logs` has found out which log it is.
         """
-        tps, timeout_ms = [self._to_kafka(tp) for tp in active], int(timeout_s * 1000)
+        tps = [tp for tp in map(self._to_kafka, active) if tp.topic not in self._missing_topics]
+        if not tps:
+            await asyncio.sleep(timeout_s)
+            return {}
         try:
             async with asyncio.timeout(timeout_s + _FETCH_GRACE_S):
-                records = await self._consumer.getmany(*tps, timeout_ms=timeout_ms, max_records=max_records)
+                records = await self._consumer.getmany(*tps, timeout_ms=int(timeout_s * 1000), max_records=max_records)
+            for tp in [tp for tp in records if tp.topic in self._missing_topics]:
+                self._consumer.seek(tp, records.pop(tp)[0].offset)
         except TimeoutError:
             return {}
         except KafkaError as error:

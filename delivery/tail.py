@@ -57,6 +57,9 @@ class Tail:
         self._read_to_end_s: float | None = None
         self._behind: dict[Partition, int] = {}
         self._log_throttle = LogThrottle()
+        self._seen_topics: set[str] = set()
+        self._missing_topics: set[str] = set()
+        self._returned_topics: set[str] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop`` is set. Raises MustRestart, and what ``on_records`` raises."""
@@ -96,6 +99,7 @@ class Tail:
         consumer.assign([to_kafka(self._connection, tp) for tp in tps])
         for tp, offset in starts.items():
             consumer.seek(to_kafka(self._connection, tp), offset)
+        consumer._client.cluster.add_listener(self.note_topics)  # noqa: SLF001 - no public way
         end_watch = asyncio.ensure_future(self._watch_ends(tps))
         try:
             while not end_watch.done():
@@ -104,12 +108,33 @@ class Tail:
                 except KafkaError as error:
                     await self._retry(error)
                     continue
+                returned_topics = self._returned_topics.copy()
                 for tp, records in batches.items():
-                    self._on_records(clients.from_kafka(self._connection, tp).topic, records)
+                    if (topic := clients.from_kafka(self._connection, tp).topic) not in returned_topics:
+                        self._on_records(topic, records)
                     await asyncio.sleep(0)
+                if returned_topics:
+                    await self._read_again([tp for tp in tps if tp.topic in returned_topics])
+                    self._returned_topics -= returned_topics
             end_watch.result()
         finally:
             end_watch.cancel()
+
+    def note_topics(self, cluster: Any) -> None:
+        """Note which topics are missing, and which are back. Called with each new metadata, before anything is read by
+        it. A topic that was missing was probably deleted and created again. The client would go on at its offset in the
+        old log, and skip what the new log has before that."""
+        present = {topic for topic in self._from if cluster.partitions_for_topic(self._connection.prefixed(topic))}
+        self._returned_topics |= self._missing_topics & present
+        self._seen_topics |= present
+        self._missing_topics = self._seen_topics - present
+
+    async def _read_again(self, tps: list[Partition]) -> None:
+        """Read these partitions from where ``from_`` says."""
+        names = ", ".join(dict.fromkeys(self._connection.prefixed(tp.topic) for tp in tps))
+        log.warning("%s: was missing and is back; reading its log from its start", names)
+        for tp, offset in (await self._find_starts(tps)).items():
+            self._consumer.seek(to_kafka(self._connection, tp), offset)
 
     async def _find_starts(self, tps: list[Partition]) -> dict[Partition, int]:
         """The offset to begin at in each partition, once the broker answers."""

@@ -1,0 +1,122 @@
+"""A reader without a group, with a client in memory: the log of a topic that was missing is read from its start."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import TopicPartition
+
+from delivery import tail as module
+from delivery.connection import Connection
+from delivery.ledger import Partition
+from delivery.tail import Tail
+from tests.eventually import eventually
+
+TICKS, ALERTS = "gpu.attributed", "gpu.alerts"
+
+
+class Kafka:
+    """A broker whose topics have one partition each, and the client that reads from it."""
+
+    def __init__(self) -> None:
+        self.logs = {topic: [f"{topic} {number}" for number in range(3)] for topic in (TICKS, ALERTS)}
+        self.present = {TICKS, ALERTS}
+        self.positions: dict[TopicPartition, int] = {}
+        self.unauthorized_topics: set[str] = set()
+        self.listeners: list[Callable[[Any], None]] = []
+        self.during_a_poll: Callable[[], None] | None = None
+        self._client, self.cluster = self, self
+
+    def get_metadata(self, *topics: str) -> None:
+        """New metadata, which have these topics."""
+        self.present = set(topics)
+        for listener in self.listeners:
+            listener(self)
+
+    # -- the consumer
+
+    def add_listener(self, listener: Callable[[Any], None]) -> None:
+        self.listeners.append(listener)
+        self.get_metadata(*self.present)
+
+    def partitions_for_topic(self, topic: str) -> set[int] | None:
+        return {0} if topic in self.present else None
+
+    def assign(self, tps: Sequence[TopicPartition]) -> None:
+        self.positions = dict.fromkeys(tps, 0)
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        self.positions[tp] = offset
+
+    async def position(self, tp: TopicPartition) -> int:
+        return self.positions[tp]
+
+    async def getmany(self, **_: object) -> dict[TopicPartition, list[Any]]:
+        await asyncio.sleep(0)
+        if self.during_a_poll is not None:
+            self.during_a_poll()
+            self.during_a_poll = None
+        batches = {}
+        for tp, position in self.positions.items():
+            if values := self.logs[tp.topic][position:] if tp.topic in self.present else []:
+                batches[tp] = [SimpleNamespace(value=value) for value in values]
+                self.positions[tp] = position + len(values)
+        return batches
+
+    async def stop(self) -> None:
+        """Nothing to close."""
+
+    # -- the client that looks up offsets
+
+    async def connect(self) -> None:
+        """Nothing to connect to."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        return dict.fromkeys(tps, 0)
+
+    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        return {tp: len(self.logs[tp.topic]) for tp in tps}
+
+    offsets_at = beginnings
+
+
+async def test_the_log_of_a_topic_that_was_missing_for_a_moment_is_read_from_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new log has more records than the old one had, before the client notices that it is another one."""
+    kafka, taken = Kafka(), list[str]()
+
+    async def connect_consumer(*_: object, **__: object) -> Kafka:
+        return kafka
+
+    async def wait(_: asyncio.Event) -> object:
+        return SimpleNamespace(partitions={TICKS: 1, ALERTS: 1})
+
+    def take(topic: str, records: Sequence[Any]) -> None:
+        taken.extend(record.value for record in records)
+
+    def recreate() -> None:
+        kafka.get_metadata(ALERTS)
+        kafka.logs[TICKS] = [f"new {number}" for number in range(5)]
+        kafka.logs[ALERTS].append("one more")
+        kafka.get_metadata(TICKS, ALERTS)
+
+    monkeypatch.setattr(module, "connect_consumer", connect_consumer)
+    monkeypatch.setattr(module, "OffsetClient", lambda *_, **__: kafka)
+    monkeypatch.setattr(module, "TopicCheck", lambda *_: SimpleNamespace(wait=wait))
+    tail = Tail(Connection("127.0.0.1:1"), {TICKS: "earliest", ALERTS: "earliest"}, take, client_id="c")
+    stop = asyncio.Event()
+    running = asyncio.create_task(tail.run(stop))
+    await eventually(lambda: len(taken) == 6, unless=running)
+    taken.clear()
+    kafka.during_a_poll = recreate
+    await eventually(lambda: "new 4" in taken, unless=running)
+    stop.set()
+    await running
+
+    assert taken == ["one more", *[f"new {number}" for number in range(5)]]
