@@ -127,7 +127,7 @@ class GroupReader:
                 joining.result()
             while not any(end.done() for end in ends):
                 await asyncio.wait(ends, timeout=_MEASURE_S, return_when=asyncio.FIRST_COMPLETED)
-                self._outcomes.assigned((assignment.lag() or 0 for assignment in self._tasks), of=self)
+                self._outcomes.assigned((assignment.lag() for assignment in self._tasks), of=self)
                 self._outcomes.late(group.lateness.worst_s())
             for failed in (end for end in ends if end.done()):
                 failed.result()

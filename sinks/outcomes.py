@@ -107,7 +107,7 @@ class Outcomes:
         self._prefix = f"gpustream_{component}"
         self._instruments, self._on_outcome, self._clock_s = instruments, on_outcome, clock_s
         self._held = 0
-        self._lags: dict[object, list[int]] = {}
+        self._lags: dict[object, tuple[int, int]] = {}  # of each reader: how many partitions, and their lag
 
     def read(self, records: int) -> None:
         """Count records that were read; they are held now."""
@@ -145,12 +145,16 @@ class Outcomes:
         """Count an offset commit."""
         self._counter("commits_total", "ok" if ok else "failed").inc()
 
-    def assigned(self, lags: Iterable[int], of: object = None) -> None:
-        """Set the lag of each assigned partition of one reader, which ``of`` identifies."""
-        self._lags[of] = list(lags)
-        lags = [lag for of_reader in self._lags.values() for lag in of_reader]
-        self._instruments.gauge(f"{self._prefix}_partitions").set(len(lags))
-        self._instruments.gauge(f"{self._prefix}_lag_records").set(sum(lags))
+    def assigned(self, lags: Iterable[int | None], of: object = None) -> None:
+        """Set the lag of each assigned partition of one reader, which ``of`` identifies.
+        Until the lag of each is known, their sum does not fall."""
+        lags = list(lags)
+        known = sum(lag for lag in lags if lag is not None)
+        _, before = self._lags.get(of, (0, 0))
+        self._lags[of] = len(lags), max(known, before) if None in lags else known
+        partitions, records = map(sum, zip(*self._lags.values(), strict=True))
+        self._instruments.gauge(f"{self._prefix}_partitions").set(partitions)
+        self._instruments.gauge(f"{self._prefix}_lag_records").set(records)
 
     def late(self, worst_s: float) -> None:
         """Set the greatest lateness of the event loop within the last minute."""

@@ -25,6 +25,17 @@ def test_several_readers_count_the_partitions_of_all_of_them() -> None:
     assert gauges == {"partitions": 2, "lag_records": 34}
 
 
+def test_a_lag_that_is_not_known_yet_is_not_taken_for_none() -> None:
+    instruments = Instruments(outcome_instruments("test"))
+    counted = Outcomes("test", instruments)
+    shown = []
+    for lags in ([5, 8], [5, None], [20, None, None], [2, 0, 4]):
+        counted.assigned(lags)
+        shown.append(instruments.registry.get_sample_value("gpustream_test_lag_records"))
+
+    assert shown == [13, 13, 20, 6]
+
+
 @pytest.mark.parametrize("sink", [remote_write, scrape], ids=lambda sink: sink.COMPONENT)
 def test_a_delivered_tick_is_as_old_as_its_reading_and_never_less_than_nothing(sink: ModuleType) -> None:
     instruments = Instruments(sink.INSTRUMENTS)
