@@ -21,8 +21,7 @@ from delivery.sender import Sender
 from delivery.tasks import set_within
 from delivery.topic_admin import TopicCheck
 from producers import PRODUCERS
-from producers.records import Containers, Numbering, Snapshot
-from producers.retry_buffer import RetryBuffer, WaitingTick
+from producers.records import Containers, Numbering, RetryBuffer, Snapshot, WaitingTick
 from topics import allocations, samples
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 

@@ -1,24 +1,30 @@
-"""The records that producers write, with their numbers: plain dicts in, JSON bytes out. All of it is pure.
+"""The records that producers write, with their numbers, and the ticks that wait to be sent. All of it is pure.
 
-In: the devices and containers of each tick; the pods of a node. Out: values of gpu.samples, gpu.allocations and
-gpu.workloads; the runs, ticks and snapshots of a node, numbered as readers expect.
-State: a node's run, the last tick of it, and the last snapshot of it.
+In: the devices and containers of each tick, and the pods of a node, as plain dicts. Out: values of gpu.samples,
+gpu.allocations and gpu.workloads, in JSON; the runs, ticks and snapshots of a node, numbered as readers expect; the
+oldest tick that waits, and those that were dropped.
+State: a node's run, the last tick of it, and the last snapshot of it; its ticks that wait.
 On failure: :class:`Unencodable`, for a value that JSON can't express.
 A missing value is absent: ``None``, NaN and infinities are left out, and zero is zero.
 """
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import cramjam
 import msgspec
 import orjson
 
 from topics.topic import SCHEMA, Name
 
 READ_MS = 10_000  # reading a tick takes at most this; an event that is later is from before the clock was set back
+PLAIN_TICKS = 4  # how many of the newest ticks are not compressed, if there is room
+MIN_COMPRESSED_BYTES = 512  # a smaller tick is not worth compressing
+_CROWDED_SHARE = 7 / 8  # a buffer fuller than this has no room for several uncompressed ticks in flight
 Containers = Iterable[Mapping[str, Any]] | None  # those of gpu.allocations as dicts; None: there is no kubelet
 
 
@@ -256,3 +262,102 @@ def _with_seqs(device: Mapping[str, Any], snapshot_by_time: Mapping[int, Snapsho
         for event in device["events"]
     ]
     return {**device, "events": events}
+
+
+# -- the ticks that wait to be sent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitingTick:
+    """An encoded tick, the snapshots that it names, and the time of its creation on a clock that never steps back."""
+
+    value: bytes
+    snapshots: tuple[Snapshot, ...]
+    made_at_s: float
+    compressed: bool = False
+
+
+def compressed(tick: WaitingTick) -> WaitingTick:
+    """The tick with its value compressed; the same tick if that would not be smaller."""
+    if tick.compressed or len(tick.value) < MIN_COMPRESSED_BYTES:
+        return tick
+    value = bytes(cramjam.zstd.compress(tick.value, level=1))
+    return replace(tick, value=value, compressed=True) if len(value) < len(tick.value) else tick
+
+
+class RetryBuffer:
+    """The ticks of one node that wait to be sent, bounded by bytes and by age: the oldest is dropped.
+
+    The newest few are not compressed, so that a tick that is sent at once costs nothing extra. Those that wait longer
+    are compressed, each by itself; a tick of many devices becomes a tenth as large.
+    ``max_bytes`` bounds the sum of their values, compressed or not, and of ``in_flight_bytes``, which the owner sets to
+    the bytes that are sent and not yet acknowledged. ``max_age_s`` bounds how long a tick waits. The newest tick is
+    never dropped for its size: a buffer smaller than a tick holds one tick.
+    """
+
+    def __init__(self, *, max_bytes: int = 16 * 1024 * 1024, max_age_s: float = 900.0) -> None:
+        self.max_bytes, self.max_age_s = max_bytes, max_age_s
+        self.in_flight_bytes = 0
+        self.bytes = 0
+        self._compressed_ticks: deque[WaitingTick] = deque()
+        self._plain_ticks: deque[WaitingTick] = deque()
+
+    def __len__(self) -> int:
+        return len(self._compressed_ticks) + len(self._plain_ticks)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a compressed tick should wait until those in flight are acknowledged, because it needs more room when
+        it is sent."""
+        return self.bytes + self.in_flight_bytes > self.max_bytes * _CROWDED_SHARE
+
+    def capacity(self, value: bytes) -> int:
+        """How many ticks like this one fit."""
+        waiting = compressed(WaitingTick(value, (), 0.0)).value
+        return 1 + max(0, self.max_bytes - len(value)) // max(1, len(waiting))
+
+    def head(self) -> WaitingTick | None:
+        """The oldest tick, compressed or not; it stays in the buffer."""
+        return (
+            self._compressed_ticks[0] if self._compressed_ticks else self._plain_ticks[0] if self._plain_ticks else None
+        )
+
+    def push(self, tick: WaitingTick) -> list[WaitingTick]:
+        """Add the newest tick; returns the ticks that were dropped because there was no room."""
+        self._plain_ticks.append(tick)
+        self.bytes += len(tick.value)
+        while len(self._plain_ticks) > 1 and (len(self._plain_ticks) > PLAIN_TICKS or self._is_over_limit()):
+            plain = self._plain_ticks.popleft()
+            self._compressed_ticks.append(compressed(plain))
+            self.bytes += len(self._compressed_ticks[-1].value) - len(plain.value)
+        dropped = []
+        while len(self) > 1 and self._is_over_limit():
+            dropped.append(self._pop_oldest())
+        return dropped
+
+    def expire(self, now_s: float) -> list[WaitingTick]:
+        """Drop the ticks that have waited for longer than ``max_age_s``, and return them."""
+        expired = []
+        while (head := self.head()) is not None and now_s - head.made_at_s > self.max_age_s:
+            expired.append(self._pop_oldest())
+        return expired
+
+    def pop(self) -> WaitingTick:
+        """Remove the oldest tick and return it uncompressed. Raises IndexError if the buffer is empty."""
+        tick = self._pop_oldest()
+        if not tick.compressed:
+            return tick
+        return replace(tick, value=bytes(cramjam.zstd.decompress(tick.value)), compressed=False)
+
+    def clear(self) -> None:
+        self._compressed_ticks.clear()
+        self._plain_ticks.clear()
+        self.bytes = 0
+
+    def _is_over_limit(self) -> bool:
+        return self.bytes + self.in_flight_bytes > self.max_bytes
+
+    def _pop_oldest(self) -> WaitingTick:
+        tick = self._compressed_ticks.popleft() if self._compressed_ticks else self._plain_ticks.popleft()
+        self.bytes -= len(tick.value)
+        return tick

@@ -27,7 +27,7 @@ from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import NodePublisher, sender_of
-from producers.retry_buffer import RetryBuffer
+from producers.records import RetryBuffer
 
 log = logging.getLogger(__name__)
 ANSWER_WITHIN = 0.8  # the share of the interval within which the GPUs and the kubelet must answer

@@ -18,10 +18,9 @@ from delivery.sender import Sender, not_sent
 from delivery.tasks import running, until_stopped
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import MAX_IN_FLIGHT, NodePublisher, sender_of
-from producers.records import WorkloadsContent
+from producers.records import RetryBuffer, WorkloadsContent
 from producers.replay.config import TRACES, ReplaySettings
 from producers.replay.trace import Rows, Trace
-from producers.retry_buffer import RetryBuffer
 from producers.workloads import WorkloadsPublisher
 
 log = logging.getLogger(__name__)

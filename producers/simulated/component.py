@@ -21,8 +21,7 @@ from delivery.sender import Sender, not_sent
 from delivery.tasks import running, set_within
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import NodePublisher, sender_of
-from producers.records import WorkloadsContent
-from producers.retry_buffer import RetryBuffer
+from producers.records import RetryBuffer, WorkloadsContent
 from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import JsonDict, NodeReading, parse_size
 from producers.workloads import WorkloadsPublisher

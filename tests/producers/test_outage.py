@@ -11,8 +11,7 @@ import pytest
 from delivery.sender import Headers
 from producers import publisher as names
 from producers.publisher import NodePublisher
-from producers.records import Numbering
-from producers.retry_buffer import RetryBuffer
+from producers.records import Numbering, RetryBuffer
 from tests.producers.fakes import (
     CLUSTER,
     DROP_REASONS,

@@ -15,7 +15,7 @@ from producers.publisher import (
     RESEND_S,
     NodePublisher,
 )
-from producers.retry_buffer import RetryBuffer
+from producers.records import RetryBuffer
 from tests.producers.fakes import (
     CLUSTER,
     DROP_REASONS,

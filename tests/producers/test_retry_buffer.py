@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.retry_buffer import MIN_COMPRESSED_BYTES, PLAIN_TICKS, RetryBuffer, WaitingTick
+from producers.records import MIN_COMPRESSED_BYTES, PLAIN_TICKS, RetryBuffer, WaitingTick
 
 
 def _tick(size: int, at_s: float = 0.0) -> WaitingTick:
