@@ -1,15 +1,9 @@
-"""A Faust app whose one agent the reader feeds, batch by batch, through a channel in memory.
-
-    app = ReaderApp(settings, Reads(inputs=("gpu.samples",), states=("gpu.allocations",)), stage)
-
-    @app.agent(app.batches)
-    async def attribution(batches):
-        async for batch in batches: ...
+"""A stream as a component: a Faust app whose one agent the reader feeds, batch by batch, through a channel in memory.
 
 - Faust starts and stops the agent, its channel and the reader's loops. It has no Kafka client of its own.
 - :class:`~streams.reader.Reader` reads, seeks and commits; :class:`~delivery.group.ConsumerGroup` is the membership.
-- The agent sends through ``app.sender`` and finishes each record's slot with ``app.finish`` or ``app.finish_when``. It
-  knows nothing of rebalances, seeks or commits.
+- The agent passes each batch to the stream's worker, which sends through ``app.sender`` and finishes each record's
+  slot with ``app.finish`` or ``app.finish_when``. It knows nothing of rebalances, seeks or commits.
 
 All of this runs on one event loop.
 """
@@ -17,8 +11,8 @@ All of this runs on one event loop.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 import faust
@@ -28,14 +22,18 @@ from mode import Service
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
 from delivery.group import ConsumerGroup
+from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from delivery.tasks import set_within
+from delivery.topic_admin import TopicCheck
 from delivery.watchdog import Pulse, Watchdog, fail_stop
-from streams.reader import Reader, Reads, Stage
+from streams import STREAMS
+from streams.reader import Batch, Reader, Reads, Stage
 
 log = logging.getLogger(__name__)
+S = TypeVar("S", bound=MemberSettings)
 
 _MAX_BATCHES = 2
 _COMMIT_EVERY_S = 1.0
@@ -277,3 +275,69 @@ class ReaderLoops(Service):  # type: ignore[misc]
                 if ledger.ready and epoch == ledger.epoch:
                     reader.stage.ends(asked_s, asking.result() if partitions else {})
             await asyncio.sleep(_ASK_PAUSE_S)
+
+
+# -- a stream
+
+
+class StreamWorker(Stage, Protocol):
+    """What processes the batches of a stream."""
+
+    app: ReaderApp
+
+    async def handle(self, batch: Batch) -> None:
+        """Process a batch of one partition."""
+
+    async def watch(self) -> None:
+        """Do what has to be done because time passes. Never returns."""
+
+
+class Stream(Generic[S]):
+    """A stream as a component: it waits for its topics, then its one agent runs its worker until the stop.
+
+    A stream defines its ``name`` in the registry, the ``table`` of its instruments, ``watch_failure``, what is logged
+    if the worker's :meth:`~StreamWorker.watch` fails, and :meth:`make_worker`.
+    """
+
+    name: str
+    table: tuple[Instrument, ...]
+    watch_failure: str
+
+    def __init__(self, settings: S, *, fail: Callable[[str], None] = fail_stop) -> None:
+        self.settings, self._fail = settings, fail
+        self.instruments = Instruments(self.table)
+        self.registry = self.instruments.registry
+        self._check = TopicCheck(settings.connection(), STREAMS[self.name].uses)
+        self._app: ReaderApp | None = None
+
+    def make_worker(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:
+        """The worker, and the topics that it reads. ``partitions``: how many partitions each topic has."""
+        raise NotImplementedError
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Wait for the topics, then work until ``stop`` is set. If the worker's watch fails, the process ends."""
+        checked = await self._check.wait(stop)
+        if checked is None:
+            return
+        worker, reads = self.make_worker(checked.partitions)
+        app = self._app = worker.app = ReaderApp(self.settings, reads, worker, fail=self._fail)
+
+        @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
+        async def agent(batches: AsyncIterable[Batch]) -> None:
+            async for batch in batches:
+                await worker.handle(batch)
+
+        def on_done(watching: "asyncio.Task[None]") -> None:
+            if not watching.cancelled():
+                app.fail(f"{self.watch_failure}: {watching.exception()!r}")
+
+        watching = asyncio.create_task(worker.watch())
+        watching.add_done_callback(on_done)
+        try:
+            await app.run(stop)
+        finally:
+            watching.cancel()
+
+    def not_ready(self) -> list[str]:
+        """The reasons why it does not work yet; empty if it works."""
+        return self._check.not_ready() if self._app is None else self._app.not_ready()

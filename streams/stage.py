@@ -1,4 +1,4 @@
-"""What all streams have in common: decoding, dead letters, misplaced nodes, metrics, and the component with its agent.
+"""What the workers of all streams have in common: decoding, dead letters, misplaced nodes, and metrics.
 
 Source: murmur2 is the partitioner of Kafka's Java clients.
 """
@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -18,13 +18,10 @@ from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from delivery.settings import MemberSettings
-from delivery.topic_admin import TopicCheck
-from delivery.watchdog import fail_stop, lateness_instrument
-from streams import STREAMS, reader
+from delivery.watchdog import lateness_instrument
 from streams.app import ReaderApp
 from streams.caught_up import Ends, PartitionState
-from streams.reader import Batch, Reader, Reads
+from streams.reader import Batch, Reader
 from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
@@ -70,7 +67,6 @@ class HasNode(Protocol):
 
 R = TypeVar("R", bound=HasNode)
 T = TypeVar("T")
-S = TypeVar("S", bound=MemberSettings)
 
 
 class Malformed(Exception):
@@ -196,18 +192,6 @@ class Clocks:
         return time.time_ns() // 1_000_000
 
 
-class StreamWorker(reader.Stage, Protocol):
-    """What processes the batches of a stream."""
-
-    app: ReaderApp
-
-    async def handle(self, batch: Batch) -> None:
-        """Process a batch of one partition."""
-
-    async def watch(self) -> None:
-        """Do what has to be done because time passes. Never returns."""
-
-
 P = TypeVar("P", bound=PartitionState)
 
 
@@ -320,54 +304,3 @@ class NodeWorker(ABC, Generic[P]):
                 )
         for topic in self.lag_topics:
             self._instruments.gauge(f"gpustream_{self._stage}_lag_records", topic).set(lags[topic])
-
-
-class Stream(Generic[S]):
-    """A stream as a component: it waits for its topics, then its one agent runs its worker until the stop.
-
-    A stream defines its ``name`` in the registry, the ``table`` of its instruments, ``watch_failure``, what is logged
-    if the worker's :meth:`~StreamWorker.watch` fails, and :meth:`make_worker`.
-    """
-
-    name: str
-    table: tuple[Instrument, ...]
-    watch_failure: str
-
-    def __init__(self, settings: S, *, fail: Callable[[str], None] = fail_stop) -> None:
-        self.settings, self._fail = settings, fail
-        self.instruments = Instruments(self.table)
-        self.registry = self.instruments.registry
-        self._check = TopicCheck(settings.connection(), STREAMS[self.name].uses)
-        self._app: ReaderApp | None = None
-
-    def make_worker(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:
-        """The worker, and the topics that it reads. ``partitions``: how many partitions each topic has."""
-        raise NotImplementedError
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Wait for the topics, then work until ``stop`` is set. If the worker's watch fails, the process ends."""
-        checked = await self._check.wait(stop)
-        if checked is None:
-            return
-        worker, reads = self.make_worker(checked.partitions)
-        app = self._app = worker.app = ReaderApp(self.settings, reads, worker, fail=self._fail)
-
-        @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
-        async def agent(batches: AsyncIterable[Batch]) -> None:
-            async for batch in batches:
-                await worker.handle(batch)
-
-        def on_done(watching: "asyncio.Task[None]") -> None:
-            if not watching.cancelled():
-                app.fail(f"{self.watch_failure}: {watching.exception()!r}")
-
-        watching = asyncio.create_task(worker.watch())
-        watching.add_done_callback(on_done)
-        try:
-            await app.run(stop)
-        finally:
-            watching.cancel()
-
-    def not_ready(self) -> list[str]:
-        """The reasons why it does not work yet; empty if it works."""
-        return self._check.not_ready() if self._app is None else self._app.not_ready()

@@ -29,6 +29,7 @@ from streams.alerts.node import Log, Node, PartitionNodes, PendingWrite
 from streams.alerts.rules.rule import Rules, has_policy
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
+from streams.app import Stream
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
 from streams.stage import (
@@ -37,7 +38,6 @@ from streams.stage import (
     Clocks,
     Malformed,
     NodeWorker,
-    Stream,
     decode_record,
     decode_value,
     instruments,

@@ -20,12 +20,12 @@ from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from delivery.tasks import set_within
-from streams.app import ReaderApp
+from streams.app import ReaderApp, Stream
 from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import Housekeeping, Malformed, Stream, decode_record, instruments
+from streams.stage import Housekeeping, Malformed, decode_record, instruments
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder

@@ -19,10 +19,11 @@ import msgspec
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
+from streams.app import Stream
 from streams.caught_up import PartitionState
 from streams.reader import Reads
 from streams.settings import UsageSettings
-from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, Stream, decode_record, instruments
+from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, instruments
 from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, Books, encode
 from streams.usage.books import decode as decode_books
