@@ -14,8 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from sinks.remote_write.plans import planned, samples
-from sinks.remote_write.protobuf import NAME, VALUE_BYTES, message, sample_head, text, varint
+from sinks.remote_write.encoding import NAME, VALUE_BYTES, message, planned, sample_head, samples, text, varint
 from sinks.series.model import Rows, SampleGroup, SeriesSet
 
 _SERIES = b"\x0a"

@@ -21,13 +21,14 @@ from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.plans import planned, samples
-from sinks.remote_write.protobuf import (
+from sinks.remote_write.encoding import (
     NAME,
     VALUE_BYTES,
     fixed_varint,
     message,
+    planned,
     sample_head,
+    samples,
     text,
     ts_width,
     varint,

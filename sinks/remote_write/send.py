@@ -24,8 +24,8 @@ from delivery.instruments import Instruments
 from sinks.receiver import MAX_RETRY_AFTER_S, Http, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.encoding import varint
 from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
-from sinks.remote_write.protobuf import varint
 from sinks.series.model import SampleGroup, samples_of
 
 log = logging.getLogger(__name__)
