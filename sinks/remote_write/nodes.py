@@ -188,6 +188,7 @@ class OpenSeries:
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.open
             node.size = None if tick.markers else tick.size
+        self._translator.release(node.cache, node.open, sample.offset)
 
     def recall(self, sample: SeriesTick, now_s: float) -> None:
         """Restore the state that a record left, which an earlier process has settled. Writes nothing."""
@@ -212,6 +213,9 @@ class OpenSeries:
     def ended(self, silence: Silence) -> None:
         """Note that a silence was written, or refused for good: another node may write these series from now on."""
         node = self._nodes[silence.node]
+        claimed, node.cache.claimed = node.cache.claimed, set()
+        node.cache.end(claimed, 0, silence.groups[0].ts_ms)
+        self._translator.release(node.cache)
         node.open, node.cache = (), Cache()
 
     def clear(self) -> None:

@@ -205,6 +205,7 @@ class ScrapePartition:
             node = self._nodes[sample.cluster, sample.node] = _RenderedNode(last, came_s, Cache(), bare)
         resolution, translator = self._shared.resolution, self._shared.translator
         keys, groups = translator.translate(sample, node.cache)
+        translator.release(node.cache)
         if resolution is None:
             node.show(bare, keys, groups, node.cache.withheld)
         elif node.window is not None and verdict == "next" and node.window.includes(sample.ts_ms):

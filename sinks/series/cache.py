@@ -107,6 +107,13 @@ class MeasuredTick:
                 self.values.append(row_values)
 
 
+class End(NamedTuple):
+    """The end of a series: the offset and the time of the tick that lacks it."""
+
+    offset: int
+    ts_ms: int
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Cache:
     """The sets of one node, each with its inputs.
@@ -121,7 +128,8 @@ class Cache:
     where the values come from; ``written``, the sets that are written and their keys. ``selection`` says of which set
     each of those is, and of which of its rows; None if everything is written. ``withheld`` counts what is not written,
     by reason. ``contested``: another node writes some of its series. ``claimed``: the hashes of series that this node
-    writes. ``subsets``: sets of some rows of another set.
+    writes. ``ending``: the hashes of those that it wrote, and that no other node writes before their ends are written.
+    ``subsets``: sets of some rows of another set.
     """
 
     profiles: tuple[Profile, ...] = ()
@@ -140,6 +148,7 @@ class Cache:
     withheld: Counter[Withheld] = field(default_factory=Counter)
     contested: bool = False
     claimed: set[int] = field(default_factory=set)
+    ending: dict[int, End] = field(default_factory=dict)
     producer: tuple[int, tuple[str, str]] = 0, ("", "")
     last_xids: dict[str, int] = field(default_factory=dict)
     subsets: dict[tuple[RelabelledSet, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
@@ -151,6 +160,12 @@ class Cache:
             subset = SeriesSet(series.labels, tuple([series.rows[row] for row in rows]), series.subject)
             self.subsets[relabelled, rows] = subset
         return self.subsets[relabelled, rows]
+
+    def end(self, hashes: Iterable[int], offset: int, ts_ms: int) -> None:
+        """Some series end with the tick of this offset and time; those that it has go on."""
+        self.ending |= dict.fromkeys(hashes, End(offset, ts_ms))
+        for digest in self.ending.keys() & self.claimed:
+            del self.ending[digest]
 
     def prune(self) -> None:
         """Forget devices and sets that the last tick does not have, once they outnumber those that it has."""

@@ -15,8 +15,9 @@ because the labels distinguish their series. Series that come out equal (of a de
 are written once.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from weakref import WeakValueDictionary
@@ -58,6 +59,7 @@ from topics.metric import Labels
 from topics.profiles import INFO, LabelNames, Profile
 
 _NO_RELABELLING = Relabelling()
+_MOST_ENDS = 65_536
 _NOT_MADE: tuple[None, None] = None, None
 _group = partial(tuple.__new__, SampleGroup)
 
@@ -99,6 +101,7 @@ class Translator:
         self._max_labels = max_labels - relabelling.more_labels
         self._relabelling, self._by_pod = relabelling, by_pod
         self._claims: WeakValueDictionary[int, Cache] = WeakValueDictionary()
+        self._ends: dict[int, int] = {}
         self.profiles = tuple(profiles)
 
     @property
@@ -147,9 +150,9 @@ class Translator:
             tick.measure(labelled.metrics, astuple(reading.metrics) + labelled.counts, rest)
         if tick.shape != cache.shape:
             self._update_sets(tick, cache)
-            self._select(cache)
+            self._select(cache, sample)
         elif cache.contested:
-            self._select(cache)
+            self._select(cache, sample)
         values = tick.values + cache.extra_values
         for number, device, sources in cache.changing:
             values[number] = resolve(sources, tick.split_values[device])
@@ -158,6 +161,21 @@ class Translator:
             values = [of_set if rows is None else [of_set[row] for row in rows] for of_set, rows in selected]
         keys, series = cache.written
         return keys, list(map(_group, zip(series, repeat(sample.ts_ms), values, strict=False)))
+
+    def release(self, cache: Cache, kept: Iterable[SeriesSet] = (), upto: float = math.inf) -> None:
+        """Let other nodes write the series that a node has ended, with samples that are later than the end.
+
+        ``kept``: the series that are open. ``upto``: the offset of the tick up to which all ends are written.
+        """
+        if not cache.ending:
+            return
+        open_ = {hash(series) for of_set in kept for series in of_set.series()}
+        for digest, end in list(cache.ending.items()):
+            if end.offset <= upto and digest not in open_:
+                del cache.ending[digest], self._claims[digest]
+                self._ends[digest] = end.ts_ms
+        if len(self._ends) > _MOST_ENDS:
+            self._ends.clear()
 
     def _label_devices(self, sample: SeriesTick, cache: Cache) -> None:
         """Label the devices of a tick, unless everything that labels are made of is as in the last tick."""
@@ -249,8 +267,8 @@ class Translator:
         hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
         return RelabelledSet(series.rows, *relabelled, about, hashes)
 
-    def _select(self, cache: Cache) -> None:
-        """Select the series to write: of equal ones the first, and none that another node writes.
+    def _select(self, cache: Cache, sample: SeriesTick) -> None:
+        """Select the series of a tick to write: of equal ones the first, and none that another node writes.
 
         Without rules, two series are equal only if their whole sets are, because profiles have no row twice.
         """
@@ -266,7 +284,7 @@ class Translator:
                 cache.withheld.update(relabelled.withheld)
             if relabelled.hashes is not None:
                 hashes = enumerate(relabelled.hashes)
-                rows = [row for row, digest in hashes if self._is_first(digest, relabelled, seen, cache)]
+                rows = [row for row, digest in hashes if self._is_first(digest, relabelled, seen, cache, sample.ts_ms)]
             elif (identity := series.identity) not in seen:
                 seen[identity] = relabelled.about
             else:
@@ -281,18 +299,26 @@ class Translator:
                 keys.append(key)
                 written.append(series)
                 selection.append((number, kept))
-        for digest in claimed - cache.claimed:
-            self._claims.pop(digest, None)
+        cache.end(claimed - cache.claimed, sample.offset, sample.ts_ms)
         cache.withheld = +cache.withheld
         cache.written = keys, written
         is_whole = len(selection) == len(cache.sets) and all(kept is None for _, kept in selection)
         cache.selection = None if is_whole else selection
 
     def _is_first(
-        self, digest: int, relabelled: RelabelledSet, seen: dict[object, tuple[str, ...] | None], cache: Cache
+        self,
+        digest: int,
+        relabelled: RelabelledSet,
+        seen: dict[object, tuple[str, ...] | None],
+        cache: Cache,
+        ts_ms: int,
     ) -> bool:
-        """Whether no series with this hash came before in the tick, and no other node writes one."""
-        if digest not in seen and self._claims.setdefault(digest, cache) is cache:
+        """Whether no series with this hash came before in the tick, and no other node writes one, or has at a later
+        time."""
+        owner = self._claims.get(digest)
+        if owner is None and self._ends.get(digest, -1) < ts_ms:
+            owner = self._claims[digest] = cache
+        if digest not in seen and owner is cache:
             seen[digest] = relabelled.about
             cache.claimed.add(digest)
             return True

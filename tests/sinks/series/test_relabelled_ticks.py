@@ -94,14 +94,17 @@ def test_a_series_that_a_rule_drops_costs_nothing_and_has_no_end() -> None:
     assert tick.groups == []
 
 
-def test_a_series_of_two_nodes_is_the_first_ones_until_that_ends_it() -> None:
+def test_a_series_of_two_nodes_is_the_first_ones_until_its_end_is_written() -> None:
     rules = f"{LESS}\n- {{regex: hostname|instance, action: labeldrop}}"
     state = OpenSeries(writer(rules))
     (first,) = play(state, sample(1, device(pod="a"), node="n1"))
     (other,) = play(state, sample(1, device(pod="a"), node="n2"))
     assert (len(values_by_labels(first.groups)), other.groups) == (other.withheld["collision"], [])
-    play(state, sample(2, device(pod="b"), node="n1"))
-    (other,) = play(state, sample(2, device(pod="a"), node="n2"))
+    ending = state.tick(sample(2, device(pod="b"), node="n1"))
+    assert play(state, sample(2, device(pod="a"), node="n2"))[0].groups == [], "its end is not written yet"
+    state.settle(ending, 0.0, accepted=True)
+    assert play(state, sample(3, device(pod="a"), node="n2", ts_ms=1000))[0].groups == [], "its end is later than that"
+    (other,) = play(state, sample(4, device(pod="a"), node="n2"))
     assert values_by_labels(other.groups).keys() == values_by_labels(first.groups).keys()
     assert other.withheld == {}
 
