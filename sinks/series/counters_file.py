@@ -162,6 +162,8 @@ def parse_yaml(text: str) -> tuple[Counter, ...] | str:
         raise CountersError([LineError(line, f"is no YAML: {error.problem}")]) from error
     except yaml.YAMLError as error:
         raise CountersError([LineError(0, f"is no YAML: {error}")]) from error
+    except RecursionError as error:
+        raise CountersError([LineError(0, "is nested too deeply")]) from error
     if len(documents) != 1:
         raise CountersError([LineError(0, f"has {len(documents)} YAML documents, not one")])
     errors: list[LineError] = []

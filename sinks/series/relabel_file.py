@@ -42,6 +42,7 @@ _INTEGER = re.compile(r"\+?(?:0x[0-9a-fA-F]+|0b[01]+|0o[0-7]+|0|[1-9][0-9]*)")
 _OCTAL = re.compile(r"\+?0[0-7]+")
 _FLOAT = re.compile(r"\+?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _MOST = 2**64 - 1
+_MOST_DIGITS = 400
 
 
 class BadRules(ValueError):
@@ -75,12 +76,12 @@ def load(text: str, file: str) -> Rules:
     try:
         loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"{file}:{mark.line + 1}" if mark is not None else file
-        raise BadRules(
-            [f"{line}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"]
-        ) from error
+        deep = "nested too deeply" if isinstance(error, RecursionError) else None
+        problem = deep or getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise BadRules([f"{line}: not YAML: {problem}"]) from error
     errors: list[str] = []
     section, scheme = _section(document, file, errors)
     rules = []
@@ -104,8 +105,12 @@ def _section(document: yaml.Node | None, file: str, errors: list[str]) -> tuple[
     scheme: Scheme = "utf8"
     section = document
     if isinstance(document, yaml.MappingNode):
-        fields = {key.value: value for key, value in document.value}
-        unknown = [key for key in fields if key not in (*_SECTIONS, _SCHEME)]
+        fields = {str(key.value): value for key, value in document.value}
+        unknown = [
+            key.value if isinstance(key, yaml.ScalarNode) else "what is no text"
+            for key, _ in document.value
+            if not isinstance(key, yaml.ScalarNode) or key.value not in (*_SECTIONS, _SCHEME)
+        ]
         if unknown:
             errors.append(f"{file}: only {', '.join(_SECTIONS)} and {_SCHEME} belong here, not {', '.join(unknown)}")
         if _SCHEME in fields and (value := fields[_SCHEME].value) not in get_args(Scheme):
@@ -128,17 +133,23 @@ def _section(document: yaml.Node | None, file: str, errors: list[str]) -> tuple[
 def _fields(node: yaml.MappingNode, loader: yaml.SafeLoader, at: str, errors: list[str]) -> dict[str, yaml.Node]:
     """The fields of a rule by name."""
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    errors += [
+        f"{at.format(line=key.start_mark.line + 1)}: {key.value} is given twice"
+        for key, _ in node.value
+        if isinstance(key, yaml.ScalarNode) and key.value in _FIELDS and keys.count(key.value) > 1
+    ]
+    try:
+        loader.flatten_mapping(node)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line if error.problem_mark else node.start_mark.line
+        errors.append(f"{at.format(line=line + 1)}: {error.problem}")
     for key, value in node.value:
         line = at.format(line=key.start_mark.line + 1)
-        if not isinstance(key, yaml.ScalarNode) or key.value not in (*_FIELDS, "<<"):
-            errors.append(f"{line}: there is no field {key.value!r}; there are {', '.join(_FIELDS)}")
-        elif keys.count(key.value) > 1:
-            errors.append(f"{line}: {key.value} is given twice")
+        if not isinstance(key, yaml.ScalarNode) or key.value not in _FIELDS:
+            name = repr(key.value) if isinstance(key, yaml.ScalarNode) else "whose name is no text"
+            errors.append(f"{line}: there is no field {name}; there are {', '.join(_FIELDS)}")
         elif isinstance(value, yaml.ScalarNode) == (key.value == "source_labels") and not _is_null(value):
-            kind = "a list" if key.value == "source_labels" else "a text"
-            errors += [f"{line}: {key.value} is {kind}"] if key.value != "<<" else []
-    if not errors:
-        loader.flatten_mapping(node)
+            errors.append(f"{line}: {key.value} is {'a list' if key.value == 'source_labels' else 'a text'}")
     return {key.value: value for key, value in node.value} if not errors else {}
 
 
@@ -186,7 +197,7 @@ def _modulus(node: yaml.Node | None) -> int | None:
         return 0
     text = node.value.replace("_", "")
     number: int | None = None
-    if getattr(node, "style", None) is not None:
+    if getattr(node, "style", None) is not None or len(text) > _MOST_DIGITS:
         return None  # in quotes it is a text
     if _INTEGER.fullmatch(text):
         number = int(text, 0)

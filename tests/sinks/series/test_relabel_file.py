@@ -90,7 +90,31 @@ def test_every_error_is_said_with_its_line_and_its_rule() -> None:
         ),
         ("- [a, b]", "rules.yml:1: rule 1: a rule has fields, such as source_labels and action; this has none"),
         ("- {source_labels: [[a]], action: drop}", "rules.yml:1: rule 1: source_labels is a list of names"),
+        (
+            "? [a]\n: b\n",
+            "rules.yml: only metric_relabel_configs, write_relabel_configs and metric_name_validation_scheme belong"
+            " here, not what is no text",
+        ),
+        (
+            "- <<: text",
+            "rules.yml:1: rule 1: expected a mapping or list of mappings for merging, but found scalar",
+        ),
+        (
+            "- &drop {regex: a, action: drop}\n- <<: {colour: red}\n  action: drop",
+            "rules.yml:2: rule 2: there is no field 'colour'; there are source_labels, separator, regex, modulus,"
+            " target_label, replacement, action",
+        ),
+        (
+            "- <<: {source_labels: pod}\n  action: drop",
+            "rules.yml:1: rule 1: source_labels is a list",
+        ),
+        ("[" * 3000, "rules.yml: not YAML: nested too deeply"),
     ],
 )
 def test_a_file_that_has_no_rules_is_refused_in_one_sentence(text: str, error: str) -> None:
     assert errors_of(text) == [error]
+
+
+def test_a_number_of_thousands_of_digits_is_no_modulus() -> None:
+    (error,) = errors_of(f"- {{action: hashmod, target_label: x, modulus: {'9' * 5000}}}")
+    assert error.startswith("rules.yml:1: rule 1: modulus is a whole number from 0 to 18446744073709551615, not '999")
