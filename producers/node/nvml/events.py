@@ -24,7 +24,16 @@ from typing import Any, NamedTuple
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.nvml.binding import FUNCTION_NOT_FOUND, NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, NvmlEvent
+from producers.node.nvml.binding import (
+    FUNCTION_NOT_FOUND,
+    NOT_SUPPORTED,
+    UNKNOWN,
+    EventSet,
+    Handle,
+    Nvml,
+    NvmlError,
+    NvmlEvent,
+)
 from producers.node.nvml.calls import FailedCall, is_lost, is_unsupported
 from producers.node.worker import Worker
 
@@ -39,6 +48,7 @@ LONGEST_UNSUPPORTED_S = 3600.0
 LONGEST_RETRY_DELAY_S = 60.0
 MAX_EVENTS = 64  # of one device in one tick
 UNKNOWN_XID = 999  # NVML's code for an unknown error; here also for impossible codes, and those above the bound
+UNKNOWN_ERROR = NvmlError(UNKNOWN).name  # of a call that fails in another way than NVML's calls do
 _LARGEST_CODE = 0xFFFF
 _MAX_CODES = 64
 _MAX_DEVICES = 1024
@@ -119,9 +129,6 @@ class Events:
     def _settle(self, watch: "_XidWatch", wait: "asyncio.Future[_WaitResult]") -> None:
         if wait.cancelled():
             return
-        if (exception := wait.exception()) is not None:
-            log.error("XID errors can't be read any more", exc_info=exception)
-            return
         for xid in wait.result().xids:
             self._on_xid(xid)
         for call, error in wait.result().errors:
@@ -162,24 +169,31 @@ class _XidWatch:
             try:
                 self._step(result)
             except NvmlError as error:
-                self.close()
-                failed_call = FailedCall(self._current_call, error.name)
-                self.refusals = dict.fromkeys(self._handles, failed_call)
+                self._give_up(error.name)
                 if error.code == FUNCTION_NOT_FOUND:
-                    self.unsupported = failed_call
+                    self.unsupported = FailedCall(self._current_call, error.name)
                 elif is_unsupported(error):
                     self._retry_delay_s = LONGEST_RETRY_DELAY_S
                 else:
                     result.errors.append((self._current_call, error.name))
-                    self._retry_delay_s = min(LONGEST_RETRY_DELAY_S, max(1.0, 2 * self._retry_delay_s))
+            except Exception as error:  # not NVML's, as of an event that can't be decoded: it may not end the wait
+                log.error("%s", f"{self._current_call} failed; it is tried again", exc_info=error)
+                self._give_up(UNKNOWN_ERROR)
+                result.errors.append((self._current_call, UNKNOWN_ERROR))
         if self.is_done:
             self.close()
         return result
 
+    def _give_up(self, error: str) -> None:
+        """Free the set, because the current call failed with ``error``. The next one is created after a pause."""
+        self.close()
+        self.refusals = dict.fromkeys(self._handles, FailedCall(self._current_call, error))
+        self._retry_delay_s = min(LONGEST_RETRY_DELAY_S, max(1.0, 2 * self._retry_delay_s))
+
     def close(self) -> None:
         event_set, self._event_set = self._event_set, None
         if event_set is not None:
-            with contextlib.suppress(NvmlError):  # it is invalid already
+            with contextlib.suppress(Exception):  # it is invalid already
                 self._nvml.call("nvmlEventSetFree", event_set)
 
     def _step(self, result: _WaitResult) -> None:

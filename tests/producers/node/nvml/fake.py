@@ -331,7 +331,7 @@ class FakeNvml(Nvml):
             reported = events.reported.get(timeout=within_ms / 1000)
         except queue.Empty:
             return None
-        if isinstance(reported, NvmlError):
+        if isinstance(reported, Exception):
             raise reported
         event: NvmlEvent = reported
         return event

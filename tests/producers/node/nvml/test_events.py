@@ -163,6 +163,18 @@ async def test_a_set_that_fails_is_created_again_and_counted(bench: Bench) -> No
 
 
 @pytest.mark.slow
+async def test_after_an_error_that_is_not_nvmls_it_waits_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    await bench.watch()
+    bench.nvml.sets[0].reported.put(OverflowError("a handle that is no address"))
+    await eventually(lambda: bench.errors == [(WAIT, "UNKNOWN")])
+    await bench.renewed(2)
+    bench.nvml.xid(bench.nvml.gpus[1], 79)
+    await eventually(lambda: bench.codes() == [(1, 79)])
+    assert [record.message for record in caplog.records] == [f"{WAIT} failed; it is tried again"]
+    assert len(bench.nvml.sets) == 1
+
+
+@pytest.mark.slow
 async def test_an_xid_error_queued_behind_the_event_of_a_loss_is_reported(bench: Bench) -> None:
     await bench.watch()
     lost = bench.nvml.gpus[0]
