@@ -19,8 +19,8 @@ EVENT_TYPES = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "listed", "o
 
 INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(EVENTS, "counter", "What the API server said on a watch, by the event's type; listed is an object of a"
-               " paged list, other a type that is not known and was ignored, too_long a line of more than 32 MiB that"
-               " was dropped.", ("resource", "type")),
+               " paged list, other a type that is not known and was ignored, too_long a line of more than 32 MiB:"
+               " its object is read in a page.", ("resource", "type")),
     Instrument(RESTARTS, "counter", "How often a watch or list was begun again, by why the last one ended: ended (in"
                " good order, as every few minutes), empty (at once, without a word), cut (in the middle of a line),"
                " connection, tls, timeout, slow (a list that never ended), expired (410: listed again), unauthorized,"

@@ -1,6 +1,7 @@
 """Lists and watches one resource: all of its objects, and every change, whatever the API server does.
 
-In: a streaming list, or pages of 500 if the server has none, then a watch. Out: the objects, to a :class:`Listener`.
+In: a streaming list, or pages of 500 if the server has none or an object is too large, then a watch. Out: the objects,
+to a :class:`Listener`.
 State: the resource version to continue from, which is opaque.
 On failure: the store stays as it is, and the watch is restarted: from its last version, or with a new list if the
 server no longer has that version. Before a restart it waits, from 0.2 s up to 30 s, twice as long each time unless the
@@ -239,7 +240,7 @@ class Reflector:
         if restart.relist:
             self._version = None
         newly_expired, self._last_reason = restart.reason == "expired" != self._last_reason, restart.reason
-        if restart.reason in ("unsupported", "slow"):
+        if restart.reason in ("unsupported", "slow", "too_long"):
             self._streaming = False
         if restart.reason == "absent":
             self._path_index = (self._path_index + 1) % len(self._paths)
@@ -312,10 +313,7 @@ class Reflector:
         self._listener.begin()
         async with self._limit_list(self._list_within_s):
             async for line in lines:
-                if line is None:
-                    self._count("too_long")
-                    continue
-                event = self._decode_event(line)
+                event = self._decode_event(self._whole(line))
                 if event.type != "BOOKMARK":
                     self._dispatch(event)
                     continue
@@ -336,12 +334,16 @@ class Reflector:
                 raise
             raise Restart("slow", f"the list did not end within {seconds:g} s") from error
 
-    def _handle(self, line: bytes | None) -> None:
+    def _whole(self, line: bytes | None) -> bytes:
+        """The line. Raises Restart if it was too long: its object is in a page, which may be larger."""
         if line is None:
             self._count("too_long")
-            problem = f"an event of more than {self._largest_line_bytes} bytes was dropped"
+            problem = f"an event of more than {self._largest_line_bytes} bytes; its object is listed in pages"
             raise Restart("too_long", problem, relist=True)
-        event = self._decode_event(line)
+        return line
+
+    def _handle(self, line: bytes | None) -> None:
+        event = self._decode_event(self._whole(line))
         version = self._version
         if event.type in _CHANGES or event.type == "BOOKMARK":
             version = _parse(_versioned, event.object).metadata.version
