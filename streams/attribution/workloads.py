@@ -80,8 +80,10 @@ class Lifetime(msgspec.Struct, frozen=True, gc=False):
         return max(before, after, 0)
 
     def start_order(self) -> tuple[int, int, str]:
-        """The key that sorts the pods of one name by their start, as far as it is known."""
-        return (self.first_seen_ms if self.started_ms is None else self.started_ms), self.first_seen_ms, self.uid
+        """The key that sorts the pods of one name by their start, as far as it is known: else by when the pod was first
+        seen, or by its end, if that was before. A record may come again long after the end of a pod."""
+        seen_ms = self.first_seen_ms if self.ended_ms is None else min(self.first_seen_ms, self.ended_ms)
+        return (seen_ms if self.started_ms is None else self.started_ms), seen_ms, self.uid
 
 
 Lifetimes = dict[PodName, tuple[History[Lifetime], ...]]  # the pods that each name has had
@@ -228,7 +230,7 @@ def without_overlaps(lifetimes: Iterable[Lifetime]) -> list[Lifetime]:
     for lifetime in sorted(lifetimes, key=Lifetime.start_order):
         if cut:
             previous = cut[-1]
-            started_ms = lifetime.started_ms if lifetime.started_ms is not None else lifetime.first_seen_ms
+            started_ms, *_ = lifetime.start_order()
             latest_ms = started_ms + WHOLE_SECOND_MS
             end_ms = latest_ms if previous.ended_ms is None else min(previous.ended_ms, latest_ms)
             cut[-1] = _replace(previous, ended_ms=end_ms)

@@ -304,10 +304,11 @@ def _without_overlaps(
 ) -> dict[str, tuple[int | None, int | None]]:
     """When each pod of a name ran: not before the previous one had ended, or a second after its own start."""
     uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
-    first_seen_ms = {uid: next(r.ts_ms for r in records if any(p.uid == uid for p in r.pods)) for uid in uids}
     lifetimes = {uid: _lifetime(records, uid) for uid in uids}
-    started_ms = {uid: first_seen_ms[uid] if started is None else started for uid, (started, _) in lifetimes.items()}
-    order = sorted(uids, key=lambda uid: (started_ms[uid], first_seen_ms[uid], uid))
+    seen_ms = {uid: next(r.ts_ms for r in records if any(p.uid == uid for p in r.pods)) for uid in uids}
+    seen_ms |= {uid: min(seen_ms[uid], end) for uid, (_, end) in lifetimes.items() if end is not None}
+    started_ms = {uid: seen_ms[uid] if started is None else started for uid, (started, _) in lifetimes.items()}
+    order = sorted(uids, key=lambda uid: (started_ms[uid], seen_ms[uid], uid))
     for uid, following in itertools.pairwise(order):
         latest_ms, ended_ms = started_ms[following] + 999, lifetimes[uid][1]
         end = min(latest_ms, latest_ms if ended_ms is None else ended_ms)

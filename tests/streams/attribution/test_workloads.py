@@ -425,6 +425,17 @@ def test_a_pod_is_not_over_while_the_next_of_its_name_lives_or_has_just_ended(ts
     assert full_view(forget_before(history, 40_000, 0)).has_ended(NAME, ts_ms) is over
 
 
+@pytest.mark.parametrize("ts_ms", [50_000, 99_000, 200_000])
+@pytest.mark.parametrize("ended_ms", [10_000, 50_000])
+def test_a_pod_that_never_started_and_is_reported_again_after_its_end_ends_no_pod_after_it(
+    ts_ms: int, ended_ms: int
+) -> None:
+    young = pod("p", uid="young", started=50_000)
+    again = workloads(2, young, pod("p", uid="old", started=None, ended=ended_ms), ts_ms=100_000)
+
+    assert uid_at(history_of(workloads(1, young, ts_ms=50_000), again), ts_ms) == "young"
+
+
 @given(st.lists(st.integers(0, 20), min_size=1, unique=True).map(sorted), st.integers(-1, 21))
 def test_the_version_at_a_time_is_the_last_one_that_began_by_then(begins: list[int], ts_ms: int) -> None:
     versions = tuple((begin, begin) for begin in begins)
