@@ -26,6 +26,7 @@ import yaml
 _FIELDS = frozenset({"model", "per_gpu_hour", "from", "to", "node_labels"})
 _FOREVER_MS = 2**63 - 1
 _MAX_EXPONENT = 30
+_LARGEST_BYTES = 1 << 20
 
 
 class PricesError(ValueError):
@@ -77,11 +78,7 @@ for _tag in ("float", "int", "bool"):  # a label's value may be true or 1
 
 def load(path: Path) -> Prices:
     """The prices in a file. Raises PricesError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text, parse_float=str) if path.suffix == ".toml" else yaml.load(text, _Loader)  # noqa: S506 - it is a safe one
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise PricesError(f"{path}: {' '.join(str(error).split())}") from error
+    document = _document(path)
     errors: list[str] = []
     if not isinstance(document, dict) or not isinstance(document.get("prices"), list) or not document["prices"]:
         raise PricesError(f"{path}: it needs a list `prices` with at least one entry")
@@ -98,6 +95,30 @@ def load(path: Path) -> Prices:
     if errors:
         raise PricesError("\n".join(f"{path}: {error}" for error in errors))
     return Prices(str(currency), tuple(entry for entry in entries if entry is not None))
+
+
+def _document(path: Path) -> Any:
+    """What a file of YAML or TOML holds. Raises PricesError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise PricesError(f"{path}: {error.strerror}") from error
+    if len(data) > _LARGEST_BYTES:
+        raise PricesError(f"{path}: it is larger than {_LARGEST_BYTES >> 20} MiB")
+    try:
+        text = data.decode()
+        return tomllib.loads(text, parse_float=str) if path.suffix == ".toml" else yaml.load(text, _Loader)  # noqa: S506 - it is a safe one
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise PricesError(f"{path}:{line}: it is not UTF-8") from error
+    except RecursionError as error:
+        raise PricesError(f"{path}: it is nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        place = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
+        raise PricesError(f"{place}: {error.problem}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise PricesError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def _price(entry: Any) -> tuple[Price | None, list[str]]:

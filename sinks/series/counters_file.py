@@ -157,13 +157,13 @@ def parse_yaml(text: str) -> tuple[Counter, ...] | str:
     """The rows of ``metrics.fields``, or the path in ``metrics.file``. Raises CountersError."""
     try:
         documents = list(yaml.compose_all(text, yaml.SafeLoader))
+    except RecursionError as error:
+        raise CountersError([LineError(0, "is nested too deeply")]) from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise CountersError([LineError(line, f"is no YAML: {error.problem}")]) from error
     except yaml.YAMLError as error:
         raise CountersError([LineError(0, f"is no YAML: {error}")]) from error
-    except RecursionError as error:
-        raise CountersError([LineError(0, "is nested too deeply")]) from error
     if len(documents) != 1:
         raise CountersError([LineError(0, f"has {len(documents)} YAML documents, not one")])
     errors: list[LineError] = []

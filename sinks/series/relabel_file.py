@@ -43,6 +43,7 @@ _OCTAL = re.compile(r"\+?0[0-7]+")
 _FLOAT = re.compile(r"\+?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _MOST = 2**64 - 1
 _MOST_DIGITS = 400
+_LARGEST_BYTES = 1 << 20
 
 
 class BadRules(ValueError):
@@ -62,7 +63,11 @@ def read(source: str) -> Rules:
             raise BadRules([f"there is no preset {name!r}; there are {', '.join(texts)}"])
         return load(texts[name], source)
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        with Path(source).open("rb") as file:
+            data = file.read(_LARGEST_BYTES + 1)
+        if len(data) > _LARGEST_BYTES:
+            raise BadRules([f"{source}: larger than {_LARGEST_BYTES >> 20} MiB"])
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadRules([f"{source}: {getattr(error, 'strerror', None) or 'not UTF-8'}"]) from error
     return load(text, source)
@@ -107,7 +112,7 @@ def _section(document: yaml.Node | None, file: str, errors: list[str]) -> tuple[
     if isinstance(document, yaml.MappingNode):
         fields = {str(key.value): value for key, value in document.value}
         unknown = [
-            key.value if isinstance(key, yaml.ScalarNode) else "what is no text"
+            key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
             for key, _ in document.value
             if not isinstance(key, yaml.ScalarNode) or key.value not in (*_SECTIONS, _SCHEME)
         ]

@@ -67,7 +67,9 @@ def test_a_price_is_the_exact_decimal_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: [", "while parsing"),
+        ("a: [", "prices.yaml:1: expected the node content"),
+        pytest.param("prices: " + "[" * 5000, "it is nested too deeply", id="nested"),
+        pytest.param("#" * (1 << 20) + "\n", "it is larger than 1 MiB", id="large"),
         ("currency: EUR", "it needs a list `prices`"),
         ("currency: EUR\nprices: []", "it needs a list `prices`"),
         ("prices: [{model: a, per_gpu_hour: 1}]", "`currency` must name the currency"),
@@ -86,7 +88,7 @@ def test_a_price_is_the_exact_decimal_of_the_file(tmp_path: Path) -> None:
             "price 1: `from` must be before `to`",
         ),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, node_labels: [a]}]", "price 1: `node_labels` must be"),
-        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, model: b}]", "model stands twice"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, model: b}]", "prices.yaml:2: model stands twice"),
         (
             "currency: EUR\nprices: [{model: a, per_gpu_hour: 1, to: 2026-02-01},"
             " {model: A, per_gpu_hour: 2, from: 2026-01-01}]",
@@ -99,7 +101,7 @@ def test_a_price_is_the_exact_decimal_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(PricesError, match=r"prices\.yaml: ") as raised:
+    with pytest.raises(PricesError, match=r"prices\.yaml:(\d+:)? ") as raised:
         loaded(tmp_path, text)
     assert sentence in str(raised.value)
 
@@ -108,6 +110,12 @@ def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Pat
     rows = "[{model: a, per_gpu_hour: 1, from: 1970-01-02, to: 1970-01-03}, {model: a, per_gpu_hour: 2}]"
     prices = loaded(tmp_path, f"currency: EUR\nprices: {rows}")
     assert [prices.price_of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
+
+
+def test_a_file_that_is_not_utf_8_is_reported_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_bytes("currency: EUR\n# f\u00fcr alle\n".encode("latin-1"))
+    with pytest.raises(PricesError, match=r"prices\.yaml:2: it is not UTF-8"):
+        load(tmp_path / "prices.yaml")
 
 
 def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:

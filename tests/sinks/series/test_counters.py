@@ -185,6 +185,11 @@ def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:
         load(tmp_path / "b.yaml")
 
 
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    with pytest.raises(CountersError, match=r"can't be read: it is larger than 1 MiB"):
+        load(counters_file(tmp_path, "#" * (1 << 20) + "\n"))
+
+
 def test_a_broken_file_is_an_error_of_the_command_line_with_its_lines(tmp_path: Path) -> None:
     settings = ScrapeSettings(kafka="k:1", counters=counters_file(tmp_path, "A,gauge\nDCGM_FI_DEV_GPU_TEMP,gage,x\n"))
 

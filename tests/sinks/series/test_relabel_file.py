@@ -1,9 +1,11 @@
 """Rules of relabelling: which files are refused and why; tests/real/test_relabel.py has what rules make of labels."""
 
+from pathlib import Path
+
 import pytest
 
 from sinks.series.relabel import relabelled
-from sinks.series.relabel_file import BadRules, load
+from sinks.series.relabel_file import BadRules, load, read
 
 LABELS = {"__name__": "up", "pod": "bert-0"}
 
@@ -20,6 +22,13 @@ def test_a_file_is_a_list_of_rules_or_has_them_where_prometheus_has_them() -> No
     for text in (rules, f"metric_relabel_configs:\n{rules}", f"write_relabel_configs:\n{rules}"):
         assert relabelled(load(text, "rules.yml").rules, LABELS) == expected
     assert load("[]", "rules.yml").rules == ()
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    (tmp_path / "rules.yml").write_bytes(b"#" * (1 << 20) + b"\n")
+
+    with pytest.raises(BadRules, match=r"rules\.yml: larger than 1 MiB"):
+        read(str(tmp_path / "rules.yml"))
 
 
 def test_legacy_names_are_chosen_where_prometheus_chooses_them() -> None:
@@ -88,13 +97,14 @@ def test_every_error_is_said_with_its_line_and_its_rule() -> None:
             "- {regex: '\\C', action: drop}",
             "rules.yml:1: rule 1: regex '\\C' is not an expression of RE2: \\C is none of it",
         ),
+        pytest.param("[" * 5000, "rules.yml: not YAML: nested too deeply", id="nested"),
+        (
+            "? [a]\n: 1",
+            "rules.yml: only metric_relabel_configs, write_relabel_configs and metric_name_validation_scheme belong"
+            " here, not a list or a mapping",
+        ),
         ("- [a, b]", "rules.yml:1: rule 1: a rule has fields, such as source_labels and action; this has none"),
         ("- {source_labels: [[a]], action: drop}", "rules.yml:1: rule 1: source_labels is a list of names"),
-        (
-            "? [a]\n: b\n",
-            "rules.yml: only metric_relabel_configs, write_relabel_configs and metric_name_validation_scheme belong"
-            " here, not what is no text",
-        ),
         (
             "- <<: text",
             "rules.yml:1: rule 1: expected a mapping or list of mappings for merging, but found scalar",
@@ -108,7 +118,6 @@ def test_every_error_is_said_with_its_line_and_its_rule() -> None:
             "- <<: {source_labels: pod}\n  action: drop",
             "rules.yml:1: rule 1: source_labels is a list",
         ),
-        ("[" * 3000, "rules.yml: not YAML: nested too deeply"),
     ],
 )
 def test_a_file_that_has_no_rules_is_refused_in_one_sentence(text: str, error: str) -> None:
