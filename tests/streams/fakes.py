@@ -1,11 +1,21 @@
-"""The app as the stages of all streams see it, without a broker: the ledger is the real one."""
+"""Records, and the app as the stages of all streams see it, without a broker: the ledger is the real one."""
 
 import asyncio
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from delivery.ledger import Ledger, Partition, Slot
 from streams.app import ReaderApp
+
+
+class Record(NamedTuple):
+    """A record of a log, with the fields that are used."""
+
+    key: bytes | None
+    value: bytes | None
+    timestamp: int = 0
+    topic: str = ""
+    partition: int = 0
 
 
 class LedgerApp:

@@ -28,21 +28,11 @@ from streams.caught_up import BREAK_S
 from streams.reader import Batch
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks
 from tests.streams.alerts.stories import SHORT_RULES
-from tests.streams.fakes import LedgerApp
+from tests.streams.fakes import LedgerApp, Record
 from topics.alerts import Alert
 from topics.topic import node_key
 
 TICKS, REPORTS = Partition(ATTRIBUTED, 0), Partition(MEMBERS, 0)
-
-
-class Record(NamedTuple):
-    """A record of a log."""
-
-    key: bytes | None
-    value: bytes | None
-    timestamp: int = 0
-    topic: str = ""
-    partition: int = 0
 
 
 class Broker:

@@ -15,9 +15,10 @@ from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from streams.stage import ATTRIBUTED
-from tests.streams.alerts.fakes import Broker, Record, Worker, settle
+from tests.streams.alerts.fakes import Broker, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay, tick
+from tests.streams.fakes import Record
 from topics.alerts import MAX_TIME_MS, AlertGroup, time
 from topics.workloads import NodeWorkloads
 

@@ -16,9 +16,10 @@ from streams.alerts.machine import FORGET_MS
 from streams.alerts.tick import Tick
 from streams.stage import ATTRIBUTED
 from tests.clock import run
-from tests.streams.alerts.fakes import Broker, Record, Worker, settle
+from tests.streams.alerts.fakes import Broker, Worker, settle
 from tests.streams.alerts.stories import SHORT_RULES, lives
 from tests.streams.alerts.ticks import START_MS, device, holder, tick
+from tests.streams.fakes import Record
 from topics.alerts import Alert, AlertGroup, AlertReport, transition_id
 from topics.workloads import NodeWorkloads
 

@@ -17,7 +17,7 @@ from delivery.settings import DEAD_LETTERS
 from streams.app import ReaderApp
 from streams.attribution import component
 from streams.attribution.component import ALLOCATIONS, INSTRUMENTS, OUTPUT, SAMPLES, WORKLOADS, Joiner
-from tests.streams.fakes import LedgerApp
+from tests.streams.fakes import LedgerApp, Record
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample
@@ -80,16 +80,6 @@ class FakeSender:
     def letters(self) -> list[SentRecord]:
         """What was sent to gpu.dead-letters, in order."""
         return [record for record in self.sent if record.topic == DEAD_LETTERS]
-
-
-class Record(NamedTuple):
-    """A record of the log, with the fields that are used."""
-
-    key: bytes | None
-    value: bytes | None
-    timestamp: int = 0
-    topic: str = ""
-    partition: int = 0
 
 
 class FakeApp(LedgerApp):

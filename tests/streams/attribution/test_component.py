@@ -8,8 +8,9 @@ import pytest
 from delivery.ledger import Partition
 from delivery.sender import Unsendable
 from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
-from tests.streams.attribution.fakes import FakeApp, Record, looking
+from tests.streams.attribution.fakes import FakeApp, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick
+from tests.streams.fakes import Record
 from topics.topic import MAX_MESSAGE_BYTES
 
 KEY = b"c/n"

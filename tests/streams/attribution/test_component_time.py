@@ -8,8 +8,9 @@ import pytest
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
 from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS
-from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
+from tests.streams.attribution.fakes import FakeApp, looking, until_sent
 from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, pod, snapshot, tick, workloads
+from tests.streams.fakes import Record
 
 KEY = b"c/n"
 

@@ -13,7 +13,8 @@ from streams.stage import ATTRIBUTED
 from streams.usage.books import Accounting
 from streams.usage.component import INSTRUMENTS, KEEP_S, UsageWorker
 from tests.clock import run
-from tests.streams.alerts.fakes import Broker, Record, Worker, settle
+from tests.streams.alerts.fakes import Broker, Worker, settle
+from tests.streams.fakes import Record
 from tests.streams.usage.made import START_MS, gpu, holder
 from topics.topic import node_key
 from topics.usage import HOURS, MINUTES, STATE
