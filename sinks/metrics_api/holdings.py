@@ -174,7 +174,7 @@ def _device_labels(tick: HoldingsTick, device: TickDevice) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class _Node:
+class _NodeHoldings:
     """A node's last tick: its identity, when it expires, and the holdings of each namespace."""
 
     last: LastTick
@@ -186,7 +186,7 @@ class _Node:
 class Holdings:
     """The current holdings of all pods."""
 
-    _nodes: dict[str, _Node] = field(default_factory=dict)
+    _nodes: dict[str, _NodeHoldings] = field(default_factory=dict)
     _by_namespace: dict[str, set[str]] = field(default_factory=dict)
 
     def add_tick(self, tick: HoldingsTick, now_s: float, age_s: float) -> Verdict:
@@ -197,7 +197,7 @@ class Holdings:
         if verdict != "replay":
             self._remove(tick.node)
             expires_s = now_s + STALE_S - max(0.0, age_s)
-            node = _Node(replays.after(last, tick), expires_s, holdings_by_namespace(tick))
+            node = _NodeHoldings(replays.after(last, tick), expires_s, holdings_by_namespace(tick))
             self._nodes[tick.node] = node
             for namespace in node.namespaces:
                 self._by_namespace.setdefault(namespace, set()).add(tick.node)

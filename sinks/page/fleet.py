@@ -108,19 +108,16 @@ class ShownDevice:
         self.last, self.sign = msgspec.structs.replace(device, holders=(), processes=None), _SIGNS[activity]
         step = ts_ms // STEP_MS
         if (self.step - step) * STEP_MS > WAITED_MS:
-            self._forget(ts_ms)
+            # the history is of a time that the node's clock has not reached yet: begin again
+            self.step, self.signs, self.readings = 0, bytearray(b" " * STEPS), _no_readings()
+            self.since_ms = ts_ms
+            self.spans.clear()
         if step <= self.step:
             return
         for missing in range(max(self.step + 1, step - STEPS + 1), step) if self.step else ():
             self._set_reading(missing % STEPS, b" ", {})
         self._set_reading(step % STEPS, self.sign, self.last.metrics)
         self.step = step
-
-    def _forget(self, ts_ms: int) -> None:
-        """Begin again at this time: the history is of a time that the node's clock has not reached yet."""
-        self.step, self.signs, self.readings = 0, bytearray(b" " * STEPS), _no_readings()
-        self.since_ms = ts_ms
-        self.spans.clear()
 
     def _set_reading(self, index: int, sign: bytes, metrics: Mapping[str, Number | None]) -> None:
         self.signs[index : index + 1] = sign

@@ -20,9 +20,6 @@ _REMEMBERED = 1000
 OVER = frozenset({"done", "undone"})
 """The states after which an action is not done again for the same firing of an alert."""
 
-Budgets = Mapping[str, int]
-"""How many actions may be done within an hour: of kind ``event``, and ``stop``, which are all other kinds."""
-
 
 def budget_of(action: str | None) -> str:
     """The budget that an action counts against."""
@@ -31,9 +28,12 @@ def budget_of(action: str | None) -> str:
 
 
 class Ledger:
-    """The actions of one cluster. Times are those of the log, in ms; -1 in a log without times."""
+    """The actions of one cluster. Times are those of the log, in ms; -1 in a log without times.
 
-    def __init__(self, cluster: str, budgets: Budgets) -> None:
+    ``budgets``: how many actions may be done within an hour, of kind ``event``, and of ``stop``, which are all others.
+    """
+
+    def __init__(self, cluster: str, budgets: Mapping[str, int]) -> None:
         self._cluster, self._budgets = cluster, budgets
         self._last: dict[str, Action] = {}
         self._unsettled: dict[str, Action] = {}

@@ -143,7 +143,10 @@ class Encoder:
         shapes: list[_ShapePlan] = []
         constants, picked, sizes, tail = list[bytes](), list[int](), list[int](), b""
         for series in sets:
-            shape = self._shape(_Shape(tuple([name for name, _ in series.labels]), series.rows, width, ts_width))
+            key = _Shape(tuple([name for name, _ in series.labels]), series.rows, width, ts_width)
+            shape = self._shapes.get(key)
+            if shape is None:
+                shape = self._shapes[key] = _shape_plan(key, self._constants)
             numbers = [values.setdefault(value, len(values)) for _, value in series.labels]
             for start, end, behind in shape.slices:
                 constants += (tail + shape.names[start], *shape.names[start + 1 : end])
@@ -155,11 +158,6 @@ class Encoder:
         slices = Struct("".join([f"{size}s" for size in sizes]))
         set_numbers = tuple([series.number for series in sets])
         return _PlanV2(set_numbers, shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
-
-    def _shape(self, shape: _Shape) -> _ShapePlan:
-        if shape not in self._shapes:
-            self._shapes[shape] = _shape_plan(shape, self._constants)
-        return self._shapes[shape]
 
 
 def _label_slices(plan: _PlanV2, refs: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from struct import Struct
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from sinks.series.model import SampleGroup, SeriesSet
 
@@ -127,16 +127,12 @@ def samples(groups: Sequence[SampleGroup]) -> tuple[bytes, ...]:
     values = list(chain.from_iterable([group.values for group in groups]))
     alternating: list[float | bytes] = [time] * (2 * len(values))
     alternating[::2] = values
-    packers = _packers(len(values), len(time))
-    return packers.apart.unpack(packers.together.pack(*alternating))
-
-
-class _Packers(NamedTuple):
-    together: Struct
-    apart: Struct
+    together, apart = _packers(len(values), len(time))
+    return apart.unpack(together.pack(*alternating))
 
 
 @lru_cache(maxsize=1024)
-def _packers(count: int, time_bytes: int) -> _Packers:
+def _packers(count: int, time_bytes: int) -> tuple[Struct, Struct]:
+    """What writes so many values, each with its time, one after the other; and what splits the result again."""
     size = VALUE_BYTES - 1 + time_bytes
-    return _Packers(Struct("<" + f"d{time_bytes}s" * count), Struct(f"{size}s" * count))
+    return Struct("<" + f"d{time_bytes}s" * count), Struct(f"{size}s" * count)

@@ -28,7 +28,7 @@ from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
-from sinks.remote_write.nodes import NodeKey, NodeTick, OpenSeries
+from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
 from sinks.remote_write.queue import Lane, Progress, Queue, ReadRecord, Sent
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
@@ -124,7 +124,10 @@ class RemoteWritePartition:
         for key in [key for key, read in self._open.items() if now_s - read.read_s >= after_s]:
             self._close(key)
         self._queue.pump()
-        silences = self._series.silences(now_s, after_s, self._unfinished_nodes())
+        # a node with an open window, or with records that wait or are in flight, is not silent
+        unfinished = [*self._open, *(key for key, lane in self._lanes.items() if lane.busy or lane.waiting)]
+        parts = [(key or b"").decode(errors="replace").partition("/") for key in unfinished]
+        silences = self._series.silences(now_s, after_s, {(cluster, node) for cluster, _, node in parts})
         for start in range(0, len(silences), _SILENT_NODES):
             batch = silences[start : start + _SILENT_NODES]
             results = await self._shared.deliverer.deliver([silence.groups for silence in batch], abandon)
@@ -133,12 +136,6 @@ class RemoteWritePartition:
                 refused = samples_of(group for group, _ in (*result.refused, *result.left_out))
                 markers = self._shared.instruments.counter("gpustream_remote_write_markers_total")
                 markers.inc(samples_of(silence.groups) - refused)
-
-    def _unfinished_nodes(self) -> set[NodeKey]:
-        """The nodes with an open window or with records that wait or are in flight."""
-        lanes = [key for key, lane in self._lanes.items() if lane.busy or lane.waiting]
-        parts = [(key or b"").decode(errors="replace").partition("/") for key in (*self._open, *lanes)]
-        return {(cluster, node) for cluster, _, node in parts}
 
     def reset(self) -> None:
         """Forget everything: the topic was recreated."""
