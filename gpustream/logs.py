@@ -19,8 +19,6 @@ from typing import Any, Literal, TextIO
 
 import orjson
 
-Format = Literal["text", "json"]
-
 REPEAT_S = 10.0
 """A message about one subject is written at most this often; then the newest that was held back is written."""
 
@@ -42,7 +40,7 @@ _SECRETS = (
 )
 
 
-def setup(log_format: Format = "text", level: int = logging.INFO) -> None:
+def setup(log_format: Literal["text", "json"] = "text", level: int = logging.INFO) -> None:
     """Sends every record of the process to standard error. Safe to call again."""
     handler = LimitedHandler()
     handler.setFormatter(Json() if log_format == "json" else Text())

@@ -64,7 +64,7 @@ def check(file: Path) -> None:
 
     New rules without a runbook are named, too: their alerts link that of the default rule.
     """
-    loaded, defaults = _load(file).rules, rules_file.defaults()
+    loaded, defaults = _or_exit(rules_file.load, file).rules, rules_file.defaults()
     click.echo(f"{file}: no mistakes; {counted(len(loaded), 'rule')} in force")
     for rule in [rule for rule in loaded if rule.name not in defaults and "runbook" not in rule.annotations]:
         default = next(candidate.name for candidate in defaults.values() if candidate.kind == rule.kind)
@@ -143,7 +143,7 @@ def test(
     Nothing is written to Kafka. Nodes that were silent are found by the gaps between their ticks. Exit code 1 if the
     file has mistakes, or something that was read is no tick.
     """
-    trial = Trial(rules_file.load(None) if file is None else _load(file))
+    trial = Trial(rules_file.load(None) if file is None else _or_exit(rules_file.load, file))
     if input is None:
         answer(_read(connection(values), start, trial))
     else:
@@ -158,12 +158,8 @@ def test(
     raise SystemExit(FAILED if trial.malformed else 0)
 
 
-def _load(path: Path) -> Rules:
-    """The rules of a file. Errors are named, and end the command."""
-    return _or_exit(rules_file.load, path)
-
-
 def _or_exit(read: Callable[[Path], R], path: Path) -> R:
+    """What is read from a file of rules. Errors are named, and end the command."""
     try:
         return read(path)
     except RulesError as error:

@@ -30,8 +30,6 @@ _VARIABLES = (b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION")
 K = TypeVar("K")
 V = TypeVar("V")
 
-JobDict = dict[str, str]
-
 
 class Job(NamedTuple):
     id: str
@@ -68,7 +66,7 @@ def with_jobs(
 
 def jobs_of(
     device: Mapping[str, Any], job_ids_by_file: Mapping[str, Sequence[str]], job_by_id: Callable[[str], Job]
-) -> list[JobDict]:
+) -> list[dict[str, str]]:
     """The jobs of a device, each once: those of its files, then those of its processes."""
     of_files = (*job_ids_by_file.get(file_name(device) or "", ()), *job_ids_by_file.get(device.get("uuid") or "", ()))
     of_processes = (process.get("job_id") for process in device.get("processes") or ())
