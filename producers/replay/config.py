@@ -14,8 +14,9 @@ SHORTEST_INTERVAL_S = 1.0
 
 
 class KnownTrace(NamedTuple):
-    """A trace that can be replayed: where it is published, the function that reads its folder, the files that it needs,
-    and the seconds between the readings that are made of it (None: it has readings of its own)."""
+    """A trace that can be replayed. ``source``: where it is published. ``open``: the function that reads its folder.
+    ``files``: what the folder must have. ``interval_s``: the time between the readings that are made of it; None: it
+    has readings of its own."""
 
     source: str
     open: str

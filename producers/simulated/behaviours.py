@@ -97,8 +97,9 @@ class Round(NamedTuple):
 
 
 class Doing(NamedTuple):
-    """What a container does with a GPU: for which share of the time a kernel runs, for which one computes (the rest of
-    the former waits for others), which share of the memory it has, and what keeps the clocks down to ``clock``."""
+    """What a container does with a GPU. ``use``: the share of the time in which a kernel runs. ``compute``: that in
+    which one computes; in the rest of ``use`` it waits for others. ``memory``: the share of the memory that it has.
+    ``reasons``: what keeps the clocks down to ``clock``."""
 
     use: float
     compute: float

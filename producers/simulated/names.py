@@ -49,8 +49,8 @@ def suffix(*parts: object) -> str:
 
 
 def numbered_suffix(number: int, *parts: object) -> str:
-    """The suffix of the ``number``-th object that ``parts`` generate: as an API server refuses a name that is taken, no
-    two numbers have the same one until all SUFFIXES are used up."""
+    """The suffix of the ``number``-th object that ``parts`` generate. No two numbers have the same one until all
+    SUFFIXES are used up, because an API server refuses a name that is taken."""
     rest = (number * _SCATTER + int.from_bytes(digest("suffix", *parts)[:8], "big")) % SUFFIXES
     letters = []
     for _ in range(5):

@@ -27,7 +27,7 @@ from topics.catalogue import CATALOGUE
 
 FRAME_EVERY_S = 1.0
 MAX_PAGES = 64
-"""The most pages that are open at a time. Any further one is told to come back later."""
+"""The most pages that are open at a time. Any further one is asked to come back later."""
 
 _CHUNK_BYTES = 64 * 1024
 _WRITE_TIMEOUT_S = 20.0

@@ -181,8 +181,8 @@ def _encode_tick(plan: _PlanV2, tick: Sequence[SampleGroup], slices: Iterable[by
 
 @lru_cache(maxsize=65536)
 def _starts(start_ms: int, width: int) -> tuple[bytes, bytes]:
-    """The start time of a counter, as a field of the sample and of the series. 0: unknown, as for a sample that is
-    earlier than the start, because the producer was restarted since."""
+    """The start time of a counter, as a field of the sample and of the series. 0: unknown. It is for a sample that is
+    earlier than the start, too: the producer was restarted since."""
     start = fixed_varint(start_ms, width)
     return _START_OF_SAMPLE + start, _START_OF_SERIES + start
 

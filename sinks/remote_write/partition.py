@@ -6,10 +6,9 @@ counted in the order of offsets.
 With a resolution, a node's ticks are put into a window as they are read. The window is closed, and waits to be sent,
 when the node's next tick is past it or the node has been silent for long. Ticks in an open window are unfinished.
 
-If the process ends between the acceptance of a request and its commit, the records are sent again, perhaps in other
-requests. So a tick that is refused as out of order was stored before, if it may have been sent before and is later than
-all that its node is known to have accepted: only a later sample of its node could make it out of order, and none was
-sent before it.
+If the process ends after a request was accepted and before its commit, the records are sent again, perhaps in other
+requests. Such a tick may be refused as out of order. It counts as stored if it is later than all ticks of its node that
+are known to be accepted: only a later sample of its node could make it out of order, and none was sent before it.
 """
 
 import asyncio

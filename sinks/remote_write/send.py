@@ -1,8 +1,8 @@
 """Sends a request until the receiver accepts or refuses it: encoding, retries, and the version of the protocol.
 
 In: groups of samples. Out: None if they were accepted, or the refusal.
-State: the protocol; the number of accepted requests, and a small one of them, which is sent again to find out whether
-the receiver accepts anything at all; why it does not.
+State: the protocol; the number of accepted requests; a small one of them, to be sent again when it is in doubt whether
+the receiver accepts anything; why it does not.
 On failure: a request is retried for as long as it takes. A receiver that refuses everything gets one small request now
 and then. To give up, set ``abandon``: :class:`Abandoned` is raised after the current attempt, and the receiver may or
 may not have the request then.

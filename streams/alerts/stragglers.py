@@ -9,9 +9,9 @@ than half of the GPUs are slow. A GPU is an outlier if it differs from the media
 least difference that matters.
 
 - A slow clock, and time in which the GPU is throttled, are the GPU's own: only the worse side counts.
-- In synchronous training all wait for the slowest. A GPU whose host is slow does less than its peers, which wait in a
-  kernel; a GPU that computes slowly does more than its peers, which wait. So both sides of activity count, but only if
-  the GPUs work together: the load of replicas that serve requests may differ.
+- In synchronous training all GPUs wait for the slowest. If its host is slow, it does less than its peers, which wait in
+  a kernel. If it computes slowly, it does more than they do while they wait. So both sides of activity count, but only
+  if the GPUs work together: the load of replicas that serve requests may differ.
 - GPUs are compared with those of the same model. MIG devices are not compared.
 - A GPU that is idle by another alert is not compared.
 - If more than a third of the GPUs are outliers by a measure, that is how the workload is made, and no lag.

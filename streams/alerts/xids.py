@@ -1,9 +1,10 @@
 """What XID errors mean and what to do, by code.
 
 Source: NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors) for Ampere and later, and its list for older GPUs.
-The words are ours; whose doing an error is follows the catalogue's first action: what restarting the program or mending
-it settles is a program's, what needs a reset, a restart, a cable or a new GPU is hardware's. A code can have other
-causes than its usual one: a program's error that comes with several programs on one GPU only is the GPU's.
+The words are ours. Whose doing an error is follows from the catalogue's first action. If it is to restart or to mend
+the program, the error is a program's. If it is a reset, a restart of the node, a cable or a new GPU, the error is
+hardware's. A code can have other causes than its usual one: a program's error that comes with several programs on one
+GPU only is the GPU's.
 """
 
 from collections.abc import Mapping

@@ -60,10 +60,10 @@ class Watermark:
     """The watermark of one partition, in ``ms``. It reads no wall clock; three things raise it:
 
     - A record of gpu.workloads is read: all that were logged earlier have been read.
-    - An end of the workloads is reached that the broker was asked for: when it was asked, the broker's clock showed at
-      least the log time of a sample that had been read, plus the seconds that had passed since.
-    - A sample is read that is older than such an end: its offset is below an end of the samples that the broker had
-      given before it was asked for the end of the workloads. So one answer is enough for a backlog.
+    - The workloads have been read to an end that the broker gave. When it was asked for this end, its clock showed at
+      least the log time of the last sample that had been read, plus the seconds that had passed since.
+    - A sample is read that was logged before the broker was asked for such an end. Its offset shows that: it is below
+      an end of the samples that the broker had given earlier. So one answer is enough for a backlog.
 
     The clocks are those of the two partitions' leaders. If they are more than half a second apart, a record may come
     that was logged before the watermark. ``misordered`` counts these records: a replay may join the earlier ticks in

@@ -48,8 +48,8 @@ Plan = Mapping[Question, Sequence[RowSource]]  # every question of a reading, an
 
 
 class AvailabilityChange(NamedTuple):
-    """The keys that have lost their value, because none of their sources is supported now, each with the last call
-    that was tried; and the keys that have a value again."""
+    """The keys that have lost or regained their value. ``lost``: none of their sources is supported now; each has the
+    last call that was tried."""
 
     lost: Mapping[str, FailedCall]
     regained: Sequence[str]

@@ -91,7 +91,7 @@ class GpuReader:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether its reading takes so long that people must be told."""
+        """Whether its reading takes so long that it must be reported."""
         return self._worker.busy_s() > self._hangs_after_s
 
     async def begin(self, tick: int, within_s: float) -> None:
