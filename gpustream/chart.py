@@ -252,6 +252,21 @@ GLOBAL_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
+def require_defaults(schema: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Make the schema of an object refuse an empty value where templates need one: in place of a group of values, or of
+    a default that is a switch, a number or a text. Helm takes an empty value for no value, not even the default."""
+    schema["required"] = []
+    for name, default in defaults.items():
+        value = schema["properties"][name]
+        if "$ref" in value or isinstance(default, list) or default == "":
+            continue
+        if isinstance(default, dict) and "properties" not in value:
+            continue
+        if isinstance(default, dict) and name not in ("options", "issuerRef"):
+            require_defaults(value, default)
+        schema["required"].append(name)
+
+
 def options_of(command: click.Command) -> dict[str, Any]:
     """The options of a command as properties, by their names without dashes."""
     properties = {}
@@ -292,7 +307,7 @@ def schema() -> dict[str, Any]:
         }
         for name, command in COMPONENTS.items()
     }
-    return {
+    values_schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **object_of(
             **GLOBAL_VALUES,
@@ -303,13 +318,24 @@ def schema() -> dict[str, Any]:
         ),
         "definitions": POD_VALUES,
     }
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    require_defaults(values_schema, values)
+    for name in ("defaults", *COMPONENTS):  # a reference has no room for what is required of one component
+        if "autoscaling" in values[name]:
+            keys = ["enabled", "minReplicas", "maxReplicas"] if name == "defaults" else ["lagThreshold"]
+            whole = {"allOf": [pod_references["autoscaling"], {"required": keys}]}
+            values_schema["properties"][name]["properties"]["autoscaling"] = whole
+            values_schema["properties"][name]["required"].append("autoscaling")
+    switches = ["terminationGracePeriodSeconds", "disruptionBudget"]
+    values_schema["properties"]["defaults"]["required"] += switches
+    return values_schema
 
 
 def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[str]:
     """The table of values: each with its default and what it is for."""
     for name, property_schema in schema["properties"].items():
         name_path, default = f"{path}{name}", values.get(name) if isinstance(values, dict) else None
-        value = POD_VALUES[name] if "$ref" in property_schema else property_schema
+        value = POD_VALUES[name] if {"$ref", "allOf"} & property_schema.keys() else property_schema
         if name == "options" or "properties" not in value or (path and "description" in value):
             default_cell = "" if default is None else f"`{json.dumps(default)}`"
             yield f"| `{name_path}` | {default_cell} | {value.get('description', '')} |"

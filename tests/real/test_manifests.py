@@ -863,6 +863,60 @@ def test_a_value_or_an_option_that_there_is_not_is_refused() -> None:
         assert "additional properties" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "empty",
+    ["image", "options", "defaults", "keda", "alerts", "node.enabled", "openshift", "image.repository",
+     "node.kubeletDirectory", "cluster.serviceAccount", "attribution.autoscaling", "attribution.autoscaling.lagThreshold", "attribution.options",
+     "defaults.autoscaling", "defaults.autoscaling.minReplicas", "strimzi.cluster"],
+)  # fmt: skip
+def test_an_empty_value_that_the_chart_can_not_do_without_is_refused_by_its_name(empty: str) -> None:
+    ran = helm("template", "gpustream", CHART, "--set", f"{empty}=null")
+    assert ran.returncode != 0
+    assert f"missing property '{empty.rpartition('.')[2]}'" in ran.stderr
+
+
+def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
+    site: Manifest = {
+        "commonLabels": None,
+        "extraObjects": None,
+        "defaults": {"extraArgs": None, "tolerations": None, "podLabels": None, "podSecurityContext": None},
+        "node": {"nodeSelector": None, "tolerations": None},
+        "cluster": {"serviceAccount": {"annotations": None}},
+        "monitors": {"enabled": True, "labels": None},
+        "prometheusRule": {"enabled": True, "labels": None},
+        "dashboards": {"enabled": True, "labels": None},
+    }
+    manifests = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    (node,) = templates([manifest for manifest in manifests if manifest["kind"] == "DaemonSet"])
+    assert "nodeSelector" not in node["spec"]
+    assert "tolerations" not in node["spec"]
+
+
+def test_a_label_that_yaml_takes_for_a_switch_or_a_number_is_a_text(tmp_path: Path) -> None:
+    site: Manifest = {
+        "commonLabels": {"gpu": True},
+        "defaults": {
+            "nodeSelector": {"gpu": True, "rack": 2000000},
+            "podLabels": {"of": 7},
+            "podAnnotations": {"a": 1.5},
+        },
+        "dashboards": {"enabled": True, "labels": {"grafana_dashboard": 1}, "annotations": {"b": False}},
+    }
+    manifests = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    labels = [manifest["metadata"]["labels"] for manifest in manifests]
+    selectors = [pod["spec"]["nodeSelector"] for pod in templates(manifests)]
+    assert all(isinstance(value, str) for texts in (*labels, *selectors) for value in texts.values())
+    assert {"gpu": "true", "rack": "2000000"} in selectors
+
+
+@pytest.mark.parametrize("site", ["gke", "eks"])
+def test_nodes_that_lack_nvidias_label_are_found_by_another(site: str) -> None:
+    (node,) = templates(
+        [manifest for manifest in chart(CHART / "ci" / f"{site}.yaml") if manifest["kind"] == "DaemonSet"]
+    )
+    assert "nvidia.com/gpu.present" not in node["spec"]["nodeSelector"]
+
+
 def values_of_a_site(path: Path, values: Manifest) -> Path:
     """A file of values."""
     path.write_text(yaml.safe_dump(values))

@@ -50,7 +50,7 @@ reclaim: {kind: StatefulSet, command: [sink, reclaim]}
 {{- if eq $name "node" }}
 {{- $_ := set $settings.podSecurityContext "seLinuxOptions" (dict "type" "spc_t") }}
 {{- else }}
-{{- $_ := set $settings "podSecurityContext" (omit $settings.podSecurityContext "runAsUser" "runAsGroup" "fsGroup") }}
+{{- $_ := set $settings "podSecurityContext" (omit ($settings.podSecurityContext | default dict) "runAsUser" "runAsGroup" "fsGroup") }}
 {{- end }}
 {{- else if and $root.Values.selinux (eq $name "node") }}
 {{- $_ := set $settings.podSecurityContext "seLinuxOptions" (dict "type" "spc_t") }}
@@ -67,6 +67,14 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end }}
 
+{{- /* In: labels or annotations. Out: the same, and each value is a text: Helm takes true and 1 for something else, and
+the API server refuses that. */ -}}
+{{- define "gpustream.texts" -}}
+{{- range $name, $value := . }}
+{{ $name | quote }}: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
+{{- end }}
+{{- end }}
+
 {{- /* In: [root, name]. */ -}}
 {{- define "gpustream.labels" -}}
 {{- $root := index . 0 }}
@@ -75,7 +83,7 @@ app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- with $root.Values.commonLabels }}
-{{ toYaml . }}
+{{- include "gpustream.texts" . }}
 {{- end }}
 {{- end }}
 

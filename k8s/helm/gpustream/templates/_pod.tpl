@@ -14,11 +14,11 @@ metadata:
   labels:
     {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
     {{- with $c.podLabels }}
-    {{- toYaml . | nindent 4 }}
+    {{- include "gpustream.texts" . | trim | nindent 4 }}
     {{- end }}
   {{- with $c.podAnnotations }}
   annotations:
-    {{- toYaml . | nindent 4 }}
+    {{- include "gpustream.texts" . | trim | nindent 4 }}
   {{- end }}
 spec:
   {{- if $isJob }}
@@ -49,7 +49,7 @@ spec:
   {{- end }}
   {{- with $c.nodeSelector }}
   nodeSelector:
-    {{- toYaml . | nindent 4 }}
+    {{- include "gpustream.texts" . | trim | nindent 4 }}
   {{- end }}
   {{- with $c.tolerations }}
   tolerations:
@@ -79,7 +79,7 @@ spec:
       image: {{ include "gpustream.image" $root | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       args:
-        {{- toYaml (concat $c.command $c.extraArgs) | nindent 8 }}
+        {{- toYaml (concat $c.command ($c.extraArgs | default list)) | nindent 8 }}
       env:
         {{- include "gpustream.environment" $options | trim | nindent 8 }}
         {{- if $isNode }}
