@@ -72,9 +72,10 @@ Message = tuple[str, int, str, float]
 
 @dataclass(slots=True)
 class _QuietSpell:
-    """The time after a message was written in which further ones of its subject are held back."""
+    """The time after a message, ``written``, in which further ones of its subject are held back."""
 
     ends_s: float
+    written: str
     held_back: int = 0
     newest: logging.LogRecord | None = None
 
@@ -106,7 +107,7 @@ class RateLimiter:
             subject = "and others"
         spell = self._spells.get((message, subject))
         if spell is None:
-            self._open((message, subject))
+            self._open((message, subject), record)
             return True
         spell.newest, spell.held_back = record, spell.held_back + 1
         return False
@@ -119,22 +120,24 @@ class RateLimiter:
             return
         for key in [key for key, spell in self._spells.items() if spell.ends_s <= self._now()]:
             if (newest := self._close(key)) is not None:
-                self._open(key)
+                self._open(key, newest)
                 yield newest
         self._next_due_s = min((spell.ends_s for spell in self._spells.values()), default=float("inf"))
 
     def remaining(self) -> Iterator[logging.LogRecord]:
-        """All records that are held back, for the end of the process."""
-        for key in list(self._spells):
-            if (newest := self._close(key)) is not None:
+        """All records that are held back, for the end of the process, but not what a library only said twice."""
+        for key, spell in list(self._spells.items()):
+            newest = self._close(key)
+            said_twice = spell.held_back == 1 and key[0][3] == NOISE_S
+            if newest is not None and not (said_twice and newest.getMessage() == spell.written):
                 yield newest
         yield from self._crowded_out
 
-    def _open(self, key: tuple[Message, str]) -> None:
+    def _open(self, key: tuple[Message, str], record: logging.LogRecord) -> None:
         if len(self._spells) >= MAX_SPELLS and (newest := self._close(next(iter(self._spells)))) is not None:
             self._crowded_out.append(newest)
         ends_s = self._now() + key[0][3]
-        self._spells[key], self._next_due_s = _QuietSpell(ends_s), min(self._next_due_s, ends_s)
+        self._spells[key], self._next_due_s = _QuietSpell(ends_s, record.getMessage()), min(self._next_due_s, ends_s)
         self._subjects[key[0]] += 1
 
     def _close(self, key: tuple[Message, str]) -> logging.LogRecord | None:

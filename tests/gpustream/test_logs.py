@@ -157,6 +157,19 @@ def test_what_is_held_back_is_written_by_a_timer_and_at_the_end(
     assert sorted(lines) == ["a: one", "a: two", "b: three", "b: three"]
 
 
+def test_what_a_library_says_twice_is_written_once_if_the_process_ends() -> None:
+    limiter = logs.RateLimiter()
+    twice, again, other = (
+        logging.LogRecord(name, logging.ERROR, "", 0, "no broker at %s", (port,), None)
+        for name, port in (("aiokafka", 1), ("aiokafka", 2), ("gpustream", 1))
+    )
+
+    for record in (twice, twice, again, again, again, other, other):
+        limiter.admit(record)
+
+    assert list(limiter.remaining()) == [again, other]
+
+
 def test_a_messages_subject_is_one_argument() -> None:
     """What comes before a colon or parenthesis names the thing, and things differ only in the first argument."""
     several = []
