@@ -18,6 +18,7 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     GroupCoordinatorNotAvailableError,
     IncompatibleBrokerVersion,
+    InvalidReplicationFactorError,
     KafkaError,
     TopicAlreadyExistsError,
     UnknownTopicOrPartitionError,
@@ -361,6 +362,11 @@ class Admin:
         errors = {row[0]: (for_code(row[1]), row[2]) for row in response.topic_errors if row[1]}
         existing = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
         reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in existing}
+        for name in reasons:
+            if errors[name][0] is InvalidReplicationFactorError:
+                reasons[name] = (
+                    f"{reasons[name].rstrip('.')}: give a --replication-factor that the brokers are enough for"
+                )
         if reasons:
             raise Refused("not created", reasons)
         return [row[0] for row in response.topic_errors if row[0] not in existing]

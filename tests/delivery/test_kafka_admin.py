@@ -131,7 +131,7 @@ async def test_every_topic_that_is_refused_is_named_with_the_brokers_reason() ->
         await admin(created=rows).create([NewTopic(name, 1, 3) for name in "abc"])
 
     assert str(raised.value).splitlines() == [
-        "b: not created: 3 is more than 1",
+        "b: not created: 3 is more than 1: give a --replication-factor that the brokers are enough for",
         "c: not created: TopicAuthorizationFailedError",
     ]
 
