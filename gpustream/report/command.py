@@ -101,8 +101,7 @@ async def _build_report(
         firings = Firings()
         async for records in reader.records(await reader.spans(alerts.TOPIC.name)):
             firings.add(records)
-    empty_note = [] if current.teams.gpus else ["nothing is known of this time: does `gpustream stream usage` run?"]
-    notes = [*empty_note, *plan.notes, *table_notes(current.teams), previous_note]
+    notes = [*plan.notes, *table_notes(current.teams), previous_note]
     return forms.report(plan.range, current, previous, firings.during(plan.range), top, notes)
 
 

@@ -237,7 +237,7 @@ def usage(
         if bill is not None and bill.range is not None and since_s is None and first is None:
             time_range = bill.range.until(now_ms())
         plan = answer(_count(connection, time_range, table, bill))
-        for note in [*plan.notes, *table_notes(table)]:
+        for note in [*plan.notes, *(table_notes(table) if plan.range.is_nonempty else ())]:
             click.echo(note, err=True)
         if not plan.range.is_nonempty:
             raise SystemExit(FAILED)
@@ -286,7 +286,9 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
 
 
 def table_notes(table: Table) -> Iterator[str]:
-    """Notes on a table: what is not final, does not add up, or has no price."""
+    """Notes on a table: that it is empty, what is not final, does not add up, or has no price."""
+    if not table.gpus:
+        yield "nothing is known of this time: does `gpustream stream usage` run?"
     if table.growing:
         yield (
             f"not final: {counted(len(table.growing), 'window')} from {utc(min(table.growing))} on may still change;"

@@ -82,6 +82,12 @@ def test_as_json_it_is_the_object_of_the_contract(kafka: str) -> None:
     }
 
 
+def test_a_time_of_which_nothing_is_known_is_not_taken_for_one_without_use(kafka: str) -> None:
+    note = "nothing is known of this time: does `gpustream stream usage` run?"
+    assert note in _usage(kafka, "--from", "2026-11-10", "--to", "2026-11-11").stderr
+    assert note not in _usage(kafka, "--from", FROM, "--to", TO).stderr
+
+
 def test_with_prices_costs_are_decimals_and_the_currency_is_named(kafka: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(PRICES)
     arguments = ("--from", FROM, "--to", TO, "--prices", str(tmp_path / "prices.yaml"))
