@@ -106,8 +106,7 @@ class Cluster:
 
     async def change(self, target: Target, namespace: str, content: Json) -> Json | None:
         """Patch an object; None if it was changed or deleted since it was read. Raises Denied and Unreachable."""
-        answer = await self._ask("PATCH", _path_of(target, namespace), content, _MERGE)
-        return msgspec.json.decode(answer.body, type=Json) if answer.status == 200 else None
+        return _object(await self._ask("PATCH", _path_of(target, namespace), content, _MERGE))
 
     async def has_event(self, namespace: str, name: str) -> bool:
         """Whether an Event with that name exists. Raises Denied and Unreachable."""
@@ -153,8 +152,7 @@ class Cluster:
         return {"apiVersion": version, "kind": "Workload", **items[0]} if items else None
 
     async def _get(self, path: str) -> Json | None:
-        answer = await self._ask("GET", path)
-        return msgspec.json.decode(answer.body, type=Json) if answer.status == 200 else None
+        return _object(await self._ask("GET", path))
 
     async def _ask(
         self, method: str, path: str, body: Json | None = None, headers: dict[str, str] | None = None
@@ -169,6 +167,17 @@ class Cluster:
             raise Away(answer)
         reason = "forbidden" if answer.status == 403 else "rejected"
         raise Denied(reason, f"the API server says to {method} {path} (HTTP {answer.status}): {message(answer.body)}")
+
+
+def _object(answer: Answer) -> Json | None:
+    """The object in an answer; None if there is none. Raises Unreachable if something else answers in place of the
+    API server, such as a proxy with a page of its own."""
+    if answer.status != 200:
+        return None
+    try:
+        return msgspec.json.decode(answer.body, type=Json)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {error}") from error
 
 
 def _path_of(target: Target, namespace: str) -> str:

@@ -314,7 +314,15 @@ async def test_a_right_to_read_that_is_missing_is_named() -> None:
     assert "no pods for you" in world.log[0].message
 
 
-@pytest.mark.parametrize("fault", [away, lambda *_: status(429, "slow", 7.0), lambda *_: status(503)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        away,
+        lambda *_: status(429, "slow", 7.0),
+        lambda *_: status(503),
+        *[lambda *_, body=body: Answer(200, body, None) for body in (b"<html>", b"[1]", b'{"a":"\xff"}')],
+    ],
+)
 async def test_an_api_server_that_is_away_is_waited_for_and_nothing_is_decided(fault: Fault) -> None:
     world = World("scale")
     world.write(world.deployment())
