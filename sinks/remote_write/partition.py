@@ -4,7 +4,8 @@ In: records, in order. Out: records to the queue, dead letters, and the offset b
 State: the unfinished records; and the outcomes of finished ones that are behind an unfinished one, because outcomes are
 counted in the order of offsets.
 With a resolution, a node's ticks are put into a window as they are read. The window is closed, and waits to be sent,
-when the node's next tick is past it or the node has been silent for long. Ticks in an open window are unfinished.
+when the node's next tick is past it or the node has been silent for long: by the clock while the partition is read to
+its end, and by log time while a backlog is read. Ticks in an open window are unfinished.
 
 If the process ends after a request was accepted and before its commit, the records are sent again, perhaps in other
 requests. Such a tick may be refused as out of order. It counts as stored if it is later than all ticks of its node that
@@ -44,6 +45,8 @@ AHEAD_BYTES = 64 << 20
 
 _IN_DOUBT_RECORDS = 3 * AHEAD_RECORDS
 _COUNT_EVERY_S = 0.25
+_LOG_GAP_S = 1.0
+"""When nothing was logged for longer, Kafka was away, and no node was silent: only so much counts as their silence."""
 _SILENT_NODES = 64
 
 
@@ -64,7 +67,9 @@ class RemoteWritePartition:
 
     def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue, *, windows: bool = False) -> None:
         self._series, self._shared, self._queue, self._windows = series, shared, queue, windows
-        self._open: dict[bytes | None, ReadRecord] = {}  # the last record of each open window
+        self._open: dict[bytes | None, ReadRecord] = {}  # the last record of each open window, in the order of the log
+        self._log_s = 0.0  # log time, without gaps
+        self._logged_ms = 0
         self._newest: dict[bytes | None, SeriesTick] = {}
         self._closed = 0
         self._progress = Progress(queue.clock_s())
@@ -168,10 +173,17 @@ class RemoteWritePartition:
                 self._ledger.finish(slot)
                 continue
             read = ReadRecord(record, slot, in_doubt=record.offset < self._in_doubt_before)
-            if self._windows:
-                self._fold(read, abandon)
-            else:
+            if not self._windows:
                 self._enqueue(read, abandon)
+                continue
+            self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
+            self._logged_ms, read.log_s = record.timestamp, self._log_s
+            self._fold(read, abandon)
+        while self._open:  # a window that stays open in a backlog would keep all that is read after it unfinished
+            key, oldest = next(iter(self._open.items()))
+            if self._log_s - oldest.log_s <= self._shared.stale_after_s:
+                break
+            self._close(key)
 
     def _enqueue(self, read: ReadRecord, abandon: asyncio.Event) -> None:
         """Put a record into the lane of its node."""
@@ -206,6 +218,7 @@ class RemoteWritePartition:
             read.earlier, read.in_doubt = last.earlier, last.in_doubt or read.in_doubt
             read.earlier.append((last.slot, last.sample))
         self._ledger.set_aside(read.slot)
+        self._open.pop(key, None)
         self._open[key] = read
 
     def _close(self, key: bytes | None) -> None:

@@ -56,7 +56,7 @@ class ReadRecord:
     """A record, and the tick decoded from it, or the error; neither if it is a replay. It is decoded in its turn.
 
     ``in_doubt``: an earlier process may have sent it. ``window``: the window of which it is the last record. Then it
-    was read at ``read_s``, and ``earlier`` are the window's other records, without their devices.
+    was read at ``read_s``, logged at ``log_s``, and ``earlier`` are the window's other records, without their devices.
     """
 
     record: Record
@@ -67,6 +67,7 @@ class ReadRecord:
     error: str = ""
     window: NodeWindow | None = None
     read_s: float = 0.0
+    log_s: float = 0.0
     earlier: list[tuple[Slot, SeriesTick]] = field(default_factory=list)
 
 

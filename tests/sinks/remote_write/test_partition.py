@@ -47,6 +47,7 @@ class Setup:
         probe_s: float = 0.0,
         resolution: Resolution | None = None,
         relabelling: Relabelling | None = None,
+        stale_after_s: float = 0.0,
     ) -> None:
         self.resolution = resolution
         self.translator = Translator([PROFILES["otel"]], relabelling=relabelling or Relabelling())
@@ -68,7 +69,7 @@ class Setup:
             instruments=self.instruments,
             slots=asyncio.Semaphore(2),
             max_samples=max_samples,
-            stale_after_s=0.0,
+            stale_after_s=stale_after_s,
         )
         self.queue = Queue(shared.deliverer, at_once=2, max_samples=max_samples, clock_s=lambda: self.queue_s)
         self.handler = self.partition()
@@ -440,8 +441,8 @@ def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_on
 WINDOWS = Resolution(10_000)
 
 
-def in_windows() -> Setup:
-    return Setup(resolution=WINDOWS)
+def in_windows(stale_after_s: float = 60.0) -> Setup:
+    return Setup(resolution=WINDOWS, stale_after_s=stale_after_s)
 
 
 def seconds(*numbers: int, node: str = "n1") -> list[ConsumedRecord]:
@@ -470,7 +471,7 @@ async def test_a_node_that_is_behind_holds_back_what_may_be_committed_and_nothin
 
 
 async def test_the_window_of_a_node_that_is_silent_is_sent_and_then_its_series_end() -> None:
-    setup = in_windows()
+    setup = in_windows(stale_after_s=0.0)
     await setup.deliver_some(*seconds(1, 2, 3))
     await setup.handler.quiet(setup.abandon)
     assert await setup.deliver_some() == 4
@@ -480,6 +481,23 @@ async def test_the_window_of_a_node_that_is_silent_is_sent_and_then_its_series_e
     assert setup.receiver.values()["gpu_utilization"] == [(ts_ms, 1.0)]
     assert setup.receiver.markers() == len(SERIES)
     assert {points[-1][0] for points in setup.receiver.stored.values()} == {ts_ms + 1}
+
+
+async def test_in_a_backlog_the_window_of_a_dead_node_is_sent_when_the_others_have_logged_for_long() -> None:
+    setup = in_windows(stale_after_s=60.0)
+    dead, *others = [*seconds(1, node="dead"), *seconds(*range(2, 100), node="alive")]
+    assert await setup.deliver_some(dead, *others[:60]) is None
+    assert await setup.deliver_some(*others[60:]) == 98
+    assert setup.count("records_held") == 2
+    assert ("dead", 1, "delivered") in setup.outcomes
+
+
+async def test_a_time_in_which_nothing_was_logged_closes_no_window() -> None:
+    setup = in_windows(stale_after_s=60.0)
+    before, after = seconds(1, 2, 3), [record._replace(timestamp=3_600_000) for record in seconds(4, 5, 9)]
+    await setup.deliver_some(*before, *[record._replace(key=b"c1/other") for record in seconds(3, node="other")])
+    await setup.deliver_some(*after)
+    assert [at_ms for at_ms, _ in setup.receiver.values()["gpu_utilization"]] == [sample(5).ts_ms]
 
 
 async def test_a_successor_writes_the_same_window_again_and_none_is_lost() -> None:
@@ -530,7 +548,7 @@ async def test_more_windows_than_a_partition_may_have_ahead_wait_and_none_is_stu
     setup = in_windows()
     nodes = [f"n{number}" for number in range(300)]
     ticks = [sample(n, node=node) for n in range(1, 22) for node in nodes]
-    records = [record(tick, offset=offset) for offset, tick in enumerate(ticks, 1)]
+    records = [record(tick, offset=n)._replace(timestamp=tick.ts_ms) for n, tick in enumerate(ticks, 1)]
     for start in range(0, len(records), 250):
         await setup.deliver_some(*records[start : start + 250])
     assert len(setup.receiver.values()["gpu_utilization"]) == 2 * len(nodes)
