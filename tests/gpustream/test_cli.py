@@ -312,7 +312,9 @@ def test_what_the_encoding_of_the_output_lacks_is_a_question_mark(tmp_path: Path
 def test_it_works_without_standard_streams(closed: tuple[int, ...], tmp_path: Path) -> None:
     """Whoever starts a process may have closed them."""
     summary = tmp_path / "summary.json"
-    run = [sys.executable, "-m", "gpustream", "run", "--simulate", "1x1", "--duration", "1s", "--summary", "json"]
+    ports = ["--scrape-listen", "127.0.0.1:0", "--page-listen", "127.0.0.1:0", "--listen", "off"]
+    run = [sys.executable, "-m", "gpustream", "run", "--simulate", "1x1", *ports, "--duration", "1s"]
+    run += ["--summary", "json"]
     closing = " ".join(f"{number}>&-" for number in closed)
     redirected = "" if 1 in closed else f'>"{summary}"'
     result = subprocess.run(["sh", "-c", f'exec "$@" {redirected} {closing}', "sh", *run], check=False)
