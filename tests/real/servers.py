@@ -209,7 +209,7 @@ class KafkaServer(Server):
         self._properties.write_text("\n".join(lines) + "\n")
         with self.log.open("ab") as log:
             format_it = ["kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", str(self._properties)]
-            subprocess.run([*self._java(), *format_it], check=True, stdout=log, stderr=log, timeout=ASK_TIMEOUT_S * 6)
+            subprocess.run([*self._java(), *format_it], check=True, stdout=log, stderr=log, timeout=ASK_TIMEOUT_S * 30)
 
     def command(self) -> Sequence[str]:
         """The broker in the foreground."""

@@ -64,6 +64,13 @@ class Stage:
         if not self._pods.keys() <= pods.keys():
             self._report(pods)
 
+    def raise_xids(self, scene: Scene) -> None:
+        """Lets the scene's XID errors happen, once it has been watched: so no tick that has them is torn."""
+        for gpu, code, instance in scene.xids:
+            self.nvml.xid(gpu, code, NO_INSTANCE if instance is None else instance)
+        if scene.xids:
+            self.watched()
+
     def torn(self, tick: AttributedSample) -> bool:
         """Whether a tick may have been read while a scene changed: it was not made before, and began before the end."""
         return any(seq < tick.seq and tick.ts_ms <= ended_ms for seq, ended_ms in self._changes)
@@ -91,8 +98,6 @@ class Stage:
                 active = {mig.gpu_instance: scene.devices[mig_uuid(gpu, mig.gpu_instance)] for mig in scene.migs[gpu]}
                 self.nvml.set(gpu, **{f"gpm_2_gi{gi}": instance.sm_active or 0 for gi, instance in active.items()})
             self.nvml.processes(gpu, [_process(process, instance) for process, instance in scene.on(gpu)])
-        for gpu, code, instance in scene.xids:
-            self.nvml.xid(gpu, code, NO_INSTANCE if instance is None else instance)
 
     def _begin_and_end(self, alive: Mapping[int, Running]) -> None:
         for pid in self._alive.keys() - alive.keys():
@@ -154,6 +159,7 @@ def play_all(
             stage.node = node(NODE, stage.nvml, stage.kubelet, stage.procfs.root)
         scenes.append(scene)
         stage.watched()
+        stage.raise_xids(scene)
     for producer in filter(None, (blind, stage.node)):
         producer.stop()
     eventually_sync(lambda: _behind(kafka.address, receivers) == 0)

@@ -344,7 +344,8 @@ async def test_no_object_is_missing_in_a_list_because_its_line_is_too_long(serve
     server.put(PODS, pod("small"))
     bench = await start(largest_line_bytes=10_000)
     await bench.until_objects("large", "small")
-    await bench.watching()
+    server.put(PODS, pod("next"))
+    await bench.until_objects("large", "small", "next")
     assert bench.restarts("too_long") == 1
 
 
