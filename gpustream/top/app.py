@@ -156,8 +156,9 @@ class TopApp(App[None]):
     # -- drawing
 
     def _draw_again(self) -> None:
-        with contextlib.suppress(NoMatches):  # at the end the widgets go before the timer does
-            self.draw()
+        with contextlib.suppress(NoMatches):  # at the end the widgets and the screens go before the timer does
+            if self.screen_stack:
+                self.draw()
 
     def draw(self) -> None:
         """Draws the current moment, or again the moment that is held."""

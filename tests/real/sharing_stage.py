@@ -76,8 +76,8 @@ class Stage:
         return any(seq < tick.seq and tick.ts_ms <= ended_ms for seq, ended_ms in self._changes)
 
     def watched(self) -> None:
-        """Waits for two more ticks: only the first of them may have begun before."""
-        enough = self._last_seq() + 2
+        """Waits for three more ticks: the first of them may have begun before, and in one a GPU may answer too late."""
+        enough = self._last_seq() + 3
         eventually_sync(lambda: self._last_seq() >= enough, f"{enough} ticks")
 
     def _last_seq(self) -> int:

@@ -68,8 +68,9 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Played:
-    """What came out: the scenes, the ticks of gpu.attributed in order, without torn ones, those of the node that sees
-    no processes, and the receivers by naming profile."""
+    """What came out: the scenes; the ticks of gpu.attributed in order, without torn ones and those in which a GPU did
+    not answer in time, as on a busy machine; those of the node that sees no processes; and the receivers by naming
+    profile."""
 
     scenes: Sequence[Scene]
     ticks: Sequence[AttributedSample]
@@ -121,7 +122,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         samples = [decoder(AttributedSample)(record.value) for record in records]
         ticks, blind = ([tick for tick in samples if tick.node == node] for node in (NODE, BLIND))
         assert [tick.seq for tick in ticks] == list(range(1, len(ticks) + 1))
-        played = Played(scenes, [tick for tick in ticks if not stage.torn(tick)], blind, receivers)
+        in_time = [tick for tick in ticks if all(device.state != "timeout" for device in tick.devices)]
+        played = Played(scenes, [tick for tick in in_time if not stage.torn(tick)], blind, receivers)
         yield played
 
 

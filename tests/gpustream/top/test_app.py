@@ -307,6 +307,15 @@ async def test_the_help_fits_the_screen_and_any_key_closes_it(size: tuple[int, i
     await with_screen(now_of(simulated()), size, test)
 
 
+async def test_the_timer_draws_nothing_when_the_screens_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(screen: Screen) -> None:
+        with monkeypatch.context() as ending:
+            ending.setattr(screen.app, "_screen_stacks", {"_default": []})
+            screen.app._draw_again()
+
+    await with_screen(now_of(simulated()), (80, 24), test)
+
+
 async def test_what_is_logged_is_kept_from_the_screen_and_what_is_wrong_is_said() -> None:
     async def test(screen: Screen) -> None:
         screen.app._print("a warning\n", stderr=True)
