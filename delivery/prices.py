@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from delivery import files
+from delivery.files import TooLarge
+
 _FIELDS = frozenset({"model", "per_gpu_hour", "from", "to", "node_labels"})
 _FOREVER_MS = 2**63 - 1
 _MAX_EXPONENT = 30
-_LARGEST_BYTES = 1 << 20
 
 
 class PricesError(ValueError):
@@ -100,12 +102,11 @@ def load(path: Path) -> Prices:
 def _document(path: Path) -> Any:
     """What a file of YAML or TOML holds. Raises PricesError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_BYTES + 1)
+        data = files.read(path)
     except OSError as error:
         raise PricesError(f"{path}: {error.strerror}") from error
-    if len(data) > _LARGEST_BYTES:
-        raise PricesError(f"{path}: it is larger than {_LARGEST_BYTES >> 20} MiB")
+    except TooLarge as error:
+        raise PricesError(f"{path}: it is {error}") from error
     try:
         text = data.decode()
         return tomllib.loads(text, parse_float=str) if path.suffix == ".toml" else yaml.load(text, _Loader)  # noqa: S506 - it is a safe one

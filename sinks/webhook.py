@@ -150,7 +150,7 @@ class WebhookPartition:
         """
         waiting = deque(records)
         if abandon is not self._abandon:  # the partition was revoked since, and its started records were released
-            await asyncio.gather(*self._cancel(), return_exceptions=True)
+            await self._drop()
             self._abandon = abandon
         try:
             while True:
@@ -173,7 +173,7 @@ class WebhookPartition:
                 else:
                     return
         except BaseException:
-            await asyncio.gather(*self._cancel(), return_exceptions=True)
+            await self._drop()
             raise
 
     async def quiet(self, abandon: asyncio.Event) -> None:
@@ -206,6 +206,9 @@ class WebhookPartition:
         for task in tasks:
             task.cancel()
         return tasks
+
+    async def _drop(self) -> None:
+        await asyncio.gather(*self._cancel(), return_exceptions=True)
 
     async def _send(self, record: Record, previous: asyncio.Task[Outcome] | None, abandon: asyncio.Event) -> Outcome:
         """Send a record, after ``previous``, the one before it of the same alert. Raises Abandoned."""

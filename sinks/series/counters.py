@@ -13,11 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from delivery import files
+from delivery.files import TooLarge
 from sinks.series.counters_file import Counter, CountersError, LineError, parse
 from topics.metric import Kind, Ratio, Series
 from topics.profiles import INFO, LABELS, PROFILES, Attribute, LabelNames, Profile
-
-_LARGEST_BYTES = 1 << 20
 
 OF_DCGM: tuple[str, ...] = ("dcgm", "dcgm-4.9", "dcgm-legacy")
 """The profiles whose names such a file may have; the file replaces them."""
@@ -202,13 +202,11 @@ def read(path: Path) -> tuple[Counter, ...]:
 
 def _read(path: Path, unreadable: str) -> tuple[Counter, ...] | str | CountersError:
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_BYTES + 1)
+        return _parsed(files.read(path))
     except OSError as error:
         return CountersError([LineError(0, f"{unreadable}: {error.strerror}")])
-    if len(content) > _LARGEST_BYTES:
-        return CountersError([LineError(0, f"{unreadable}: it is larger than {_LARGEST_BYTES >> 20} MiB")])
-    return _parsed(content)
+    except TooLarge as error:
+        return CountersError([LineError(0, f"{unreadable}: it is {error}")])
 
 
 def load(path: Path, labels: LabelNames | None = None) -> Picked:

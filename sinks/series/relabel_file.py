@@ -12,6 +12,8 @@ from typing import get_args
 import re2
 import yaml
 
+from delivery import files
+from delivery.files import TooLarge
 from sinks.series.labels import META
 from sinks.series.relabel import Action, Expression, Rule, Rules, Scheme, Template, is_label_name, lowercase
 from sinks.series.relabel_presets import PRESET, PRESETS
@@ -43,7 +45,6 @@ _OCTAL = re.compile(r"\+?0[0-7]+")
 _FLOAT = re.compile(r"\+?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _MOST = 2**64 - 1
 _MOST_DIGITS = 400
-_LARGEST_BYTES = 1 << 20
 
 
 class BadRules(ValueError):
@@ -63,11 +64,9 @@ def read(source: str) -> Rules:
             raise BadRules([f"there is no preset {name!r}; there are {', '.join(texts)}"])
         return load(texts[name], source)
     try:
-        with Path(source).open("rb") as file:
-            data = file.read(_LARGEST_BYTES + 1)
-        if len(data) > _LARGEST_BYTES:
-            raise BadRules([f"{source}: larger than {_LARGEST_BYTES >> 20} MiB"])
-        text = data.decode()
+        text = files.read(Path(source)).decode()
+    except TooLarge as error:
+        raise BadRules([f"{source}: {error}"]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise BadRules([f"{source}: {getattr(error, 'strerror', None) or 'not UTF-8'}"]) from error
     return load(text, source)
@@ -202,8 +201,10 @@ def _modulus(node: yaml.Node | None) -> int | None:
         return 0
     text = node.value.replace("_", "")
     number: int | None = None
-    if getattr(node, "style", None) is not None or len(text) > _MOST_DIGITS:
+    if getattr(node, "style", None) is not None:
         return None  # in quotes it is a text
+    if len(text) > _MOST_DIGITS:
+        return None
     if _INTEGER.fullmatch(text):
         number = int(text, 0)
     elif _OCTAL.fullmatch(text):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from delivery import files
+from delivery.files import TooLarge
 from delivery.policies import Bounds
 from streams.alerts.rules.options import (
     BOUND_OVERRIDES,
@@ -34,7 +36,6 @@ from streams.alerts.rules.rule import Kind, Override, Rule, Rules
 
 DEFAULTS = Path(__file__).with_name("defaults.toml")
 
-_LARGEST_BYTES = 1 << 20
 _WHY_NOT_READ = {STATES: ": an XID error is an event, which fires at once", OF_PODS: ", which are about no pod"}
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
 
@@ -72,12 +73,11 @@ def every(path: Path) -> dict[str, Rule]:
 def _text(path: Path) -> str:
     """The text of a file. Raises RulesError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_BYTES + 1)
+        data = files.read(path)
     except OSError as error:
         raise RulesError([FileError(str(path), 0, "", error.strerror or str(error))]) from None
-    if len(data) > _LARGEST_BYTES:
-        raise RulesError([FileError(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
+    except TooLarge as error:
+        raise RulesError([FileError(str(path), 0, "", f"is {error}")]) from None
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
