@@ -34,6 +34,7 @@ from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from delivery.topic_admin import command
+from delivery.topic_watch import PartitionWatch, TopicWatch
 from delivery.watchdog import RESTART, LoopLateness
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,7 @@ _RETRY_S = 0.5
 _POSITION_TIMEOUT_S = 0.1
 _FETCH_GRACE_S = 0.05
 _DESCRIBE_TIMEOUT_S = 3.0
-_HANGING_TRANSACTION_S = 60.0
 _SILENT_S = 5.0
-_UNANSWERED_S = 60.0
 _METADATA_MS = 20_000
 _HEARTBEAT_MS = 1_000
 """A member notices a rebalance at a heartbeat, and nobody reads until all members have noticed it."""
@@ -100,10 +99,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._last_error: str | None = None
         self._silent_since_s: float | None = None
         self._log_throttle = LogThrottle()
-        self._open_transactions: dict[Partition, tuple[int, float]] = {}
-        self._unanswered_since_s: dict[Partition, float] = {}
-        self._seen_topics: set[str] = set()
-        self._missing_topics: set[str] = set()
+        self._topic_watch, self._partition_watch = TopicWatch(self._topics), PartitionWatch()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
 
@@ -162,7 +158,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def join(self) -> None:
         """Become a member; the member is notified of its partitions as they come and go."""
         self._consumer.subscribe(list(self._topics), listener=self)
-        self._consumer._client.cluster.add_listener(self.note_missing)  # noqa: SLF001 - no public way
+        self._consumer._client.cluster.add_listener(self._topic_watch.note)  # noqa: SLF001 - no public way
         loops = (self.watch(), self._require_classic_protocol(), self.lateness.watch())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
@@ -190,19 +186,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             denied, run = self._unauthorized_topics().intersection(missing), f"run `{command(self.connection)}`"
             absent = [f"there is no topic {topic}: {run}" for topic in missing if topic not in denied]
             return [*absent, *(describe(TopicAuthorizationFailedError(topic)) for topic in sorted(denied))]
-        now_s = time.monotonic()
-        hanging = [
-            f"{self.kafka_name(tp)}: a transaction is open since offset {offset}, for"
-            f" {now_s - since_s:.0f} s now, and nothing after it can be read: see `kafka-transactions.sh find-hanging`"
-            for tp, (offset, since_s) in sorted(self._open_transactions.items())
-            if now_s - since_s >= _HANGING_TRANSACTION_S
-        ]
-        unanswered = [
-            f"{self.kafka_name(tp)}: no answer for {now_s - since_s:.0f} s: `gpustream doctor` says if it has no leader"
-            for tp, since_s in sorted(self._unanswered_since_s.items())
-            if now_s - since_s >= _UNANSWERED_S
-        ]
-        return [*([problem] if (problem := self._problem()) else []), *hanging, *unanswered]
+        problem = self._problem()
+        return [*([problem] if problem else []), *self._partition_watch.problems(self.kafka_name, time.monotonic())]
 
     # -- rebalances
 
@@ -211,8 +196,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         if not self._joined:
             return
         self._joined = False
-        self._open_transactions.clear()
-        self._unanswered_since_s.clear()
+        self._partition_watch.clear()
         await self._member.revoked()
         if self.settings.instance_id is not None and (host := await self._find_successor()):
             reason = (
@@ -298,47 +282,30 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             count = len(self._consumer.partitions_for_topic(topic) or ())
             if not count and topic in self._unauthorized_topics():
                 self._report(TopicAuthorizationFailedError(topic))
-            elif not count and topic in self._seen_topics:
-                self.note_missing(self._consumer._client.cluster)  # noqa: SLF001 - no public way
+            elif not count and topic in self._topic_watch.seen:
+                self._topic_watch.note(self._consumer._client.cluster)  # noqa: SLF001 - no public way
                 self._consumer._client.force_metadata_update()  # noqa: SLF001 - or its return is noticed up to 20 s later
             if not count:
                 continue
-            self._seen_topics.add(topic)
+            self._topic_watch.seen.add(topic)
             if count != (expected := self._partitions.setdefault(topic, count)):
                 self._fail(
                     f"{topic} has {count} partitions, and had {expected} when this process started: which partition a"
                     " key belongs to has changed. Give all topics that are keyed by node the same number"
                 )
-        self._check_partitions(now_s)
-
-    def note_missing(self, cluster: Any) -> None:
-        """Note the topics that new metadata lack. Called before anything is fetched by that metadata: a topic that is
-        missing for a moment only may be another log."""
-        for topic in self._seen_topics - self._missing_topics - self._unauthorized_topics() - cluster.topics():
-            log.warning("%s: deleted; waiting for it", topic)
-            self._missing_topics.add(topic)
-
-    def _check_partitions(self, now_s: float) -> None:
-        """Note where a transaction stays open, and for which partitions no broker answers."""
         for tp in self.assignment() if self._joined else ():
-            if self._is_fresh(tp) or self._to_kafka(tp) in self._consumer._fetcher._records:  # noqa: SLF001
-                self._unanswered_since_s.pop(tp, None)
-            else:  # records of it are asked for, and there are none that wait for the reader
-                self._unanswered_since_s.setdefault(tp, now_s)
+            fetched = self._to_kafka(tp) in self._consumer._fetcher._records  # noqa: SLF001 - no public way
             end, stable = self._consumer.highwater(self._to_kafka(tp)), self.end(tp)
-            if end is None or stable is None or stable >= end:
-                self._open_transactions.pop(tp, None)
-            elif self._is_fresh(tp) and self._open_transactions.get(tp, (-1, 0))[0] != stable:
-                self._open_transactions[tp] = stable, now_s
+            answered = self._is_fresh(tp)
+            self._partition_watch.note(tp, now_s, answered=answered, fetched=fetched, stable=stable, end=end)
 
     async def read_new_logs(self) -> None:
         """Read a topic that was deleted and created again from its beginning.
 
-        The client would go on at its offset in the old log, and skip what the new one has before that. A broker that
-        deletes a topic deletes its committed offsets too. So if a commit is still there, the topic was only invisible
-        for a while.
+        A broker that deletes a topic deletes its committed offsets too. So if a commit is still there, the topic was
+        only invisible for a while.
         """
-        for topic in [topic for topic in self._missing_topics if self._consumer.partitions_for_topic(topic)]:
+        for topic in [topic for topic in self._topic_watch.missing if self._consumer.partitions_for_topic(topic)]:
             tps = [tp for tp in self.assignment() if tp.topic == self._topics[topic]]
             try:
                 async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
@@ -350,7 +317,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
             for tp in self.assignment().intersection(new):
                 self._consumer.seek(self._to_kafka(tp), 0)
-            self._missing_topics.discard(topic)
+            self._topic_watch.missing.discard(topic)
 
     def _warn_of_times(self, records: Mapping[TopicPartition, Sequence[Any]]) -> None:
         """Warn if records have the time of their writer. A client that may not read topic settings learns it so."""
@@ -418,14 +385,14 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         The timeout is our own: during a rebalance the client would wait for its end, which waits for the reader. A
         topic that was missing is not read until :meth:`read_new_logs` has found out which log it is.
         """
-        tps = [tp for tp in map(self._to_kafka, active) if tp.topic not in self._missing_topics]
+        tps = [tp for tp in map(self._to_kafka, active) if tp.topic not in self._topic_watch.missing]
         if not tps:
             await asyncio.sleep(timeout_s)
             return {}
         try:
             async with asyncio.timeout(timeout_s + _FETCH_GRACE_S):
                 records = await self._consumer.getmany(*tps, timeout_ms=int(timeout_s * 1000), max_records=max_records)
-            for tp in [tp for tp in records if tp.topic in self._missing_topics]:
+            for tp in [tp for tp in records if tp.topic in self._topic_watch.missing]:
                 self._consumer.seek(tp, records.pop(tp)[0].offset)
         except TimeoutError:
             return {}

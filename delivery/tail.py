@@ -27,6 +27,7 @@ from delivery.positions import StartFrom
 from delivery.settings import TopicAccess
 from delivery.tasks import until_stopped
 from delivery.topic_admin import TopicCheck
+from delivery.topic_watch import TopicWatch
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,7 @@ class Tail:
         self._read_to_end_s: float | None = None
         self._behind: dict[Partition, int] = {}
         self._log_throttle = LogThrottle()
-        self._seen_topics: set[str] = set()
-        self._missing_topics: set[str] = set()
-        self._returned_topics: set[str] = set()
+        self._topic_watch = TopicWatch(tuple(map(connection.prefixed, from_)))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop`` is set. Raises MustRestart, and what ``on_records`` raises."""
@@ -99,7 +98,7 @@ class Tail:
         consumer.assign([to_kafka(self._connection, tp) for tp in tps])
         for tp, offset in starts.items():
             consumer.seek(to_kafka(self._connection, tp), offset)
-        consumer._client.cluster.add_listener(self.note_topics)  # noqa: SLF001 - no public way
+        consumer._client.cluster.add_listener(self._topic_watch.note)  # noqa: SLF001 - no public way
         end_watch = asyncio.ensure_future(self._watch_ends(tps))
         try:
             while not end_watch.done():
@@ -108,26 +107,17 @@ class Tail:
                 except KafkaError as error:
                     await self._retry(error)
                     continue
-                returned_topics = self._returned_topics.copy()
+                missing = self._topic_watch.missing.copy()
                 for tp, records in batches.items():
-                    if (topic := clients.from_kafka(self._connection, tp).topic) not in returned_topics:
-                        self._on_records(topic, records)
+                    if tp.topic not in missing:
+                        self._on_records(clients.from_kafka(self._connection, tp).topic, records)
                     await asyncio.sleep(0)
-                if returned_topics:
-                    await self._read_again([tp for tp in tps if tp.topic in returned_topics])
-                    self._returned_topics -= returned_topics
+                if returned := {topic for topic in missing if consumer.partitions_for_topic(topic)}:
+                    await self._read_again([tp for tp in tps if self._connection.prefixed(tp.topic) in returned])
+                    self._topic_watch.missing -= returned
             end_watch.result()
         finally:
             end_watch.cancel()
-
-    def note_topics(self, cluster: Any) -> None:
-        """Note which topics are missing, and which are back. Called with each new metadata, before anything is read by
-        it. A topic that was missing was probably deleted and created again. The client would go on at its offset in the
-        old log, and skip what the new log has before that."""
-        present = {topic for topic in self._from if cluster.partitions_for_topic(self._connection.prefixed(topic))}
-        self._returned_topics |= self._missing_topics & present
-        self._seen_topics |= present
-        self._missing_topics = self._seen_topics - present
 
     async def _read_again(self, tps: list[Partition]) -> None:
         """Read these partitions from where ``from_`` says."""

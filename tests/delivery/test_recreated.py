@@ -140,7 +140,7 @@ async def test_records_that_were_fetched_while_their_topic_was_missing_are_read_
     async def getmany(*_: TopicPartition, **__: object) -> dict[TopicPartition, list[Any]]:
         for topics in ((OTHER_TOPIC,), (TOPIC, OTHER_TOPIC)):
             client.partitions = {topic: {0, 1} for topic in topics}
-            group.note_missing(client)
+            group._topic_watch.note(client)
         return {TopicPartition(TOPIC, 1): records[:]}
 
     monkeypatch.setattr(client, "getmany", getmany)

@@ -94,8 +94,9 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
             assert await app.group.offsets.ends([tp]) == {tp: stable}
             assert app.not_ready() == []
             now_s = asyncio.get_running_loop().time()
-            app.group.check_topics(now_s - 100)
-            assert app.group._open_transactions[tp][0] == stable
+            app.group.check_topics(now_s)
+            (problem,) = app.group._partition_watch.problems(app.group.kafka_name, now_s + 100)
+            assert f"partition 0: a transaction is open since offset {stable}, for 10" in problem
             await hanging.commit_transaction()
 
             async def read_what_was_open() -> bool:
