@@ -112,8 +112,8 @@ def through_kafka(directory: Path, name: str, folder: Path) -> tuple[int, list[U
         kafka = running.enter_context(KafkaServer(directory / "kafka", heap="1g"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
         options = ("--kafka", kafka.address)
-        for stream in ("attribution", "usage"):
-            running.enter_context(Gpustream(directory / stream, "stream", stream, *options, "--team-label", "qos"))
+        for stream, more in {"attribution": (), "usage": ("--team-label", "qos")}.items():
+            running.enter_context(Gpustream(directory / stream, "stream", stream, *options, *more))
         replay = ("produce", "replay", *options, "--trace", name, str(folder), "--listen", "off")
         subprocess.run([sys.executable, "-m", "gpustream", *replay], check=True)
         for topic, group in (("gpu.samples", "gpustream-attribution"), ("gpu.attributed", "gpustream-usage")):
