@@ -268,7 +268,11 @@ class Notifier:
             self._partitions.pop(active, None)
 
     def _all_due(self) -> None:
+        """Let all active alerts be sent. What was refused and is not active any more says nothing of the receiver."""
         self._partitions = {active: abandon for active, abandon in self._partitions.items() if not abandon.is_set()}
+        self._refused = {alert.fingerprint for active in self._partitions for alert in active.states(self._refused)}
+        if len(self._refused) < _REFUSES_EVERYTHING:
+            self.receiver.refuses_all(None)
         self._due.update(self._partitions)
         self._wake.set()
 

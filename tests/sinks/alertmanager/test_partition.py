@@ -258,6 +258,17 @@ async def test_an_alertmanager_that_refuses_everything_is_reported_as_failing() 
     assert setup.notifier.receiver.failing is None
 
 
+async def test_refused_alerts_that_are_over_do_not_make_one_refusal_look_like_all() -> None:
+    setup = Setup(FakeAlertmanager(bad=frozenset("abcd")))
+    await setup.deliver(records(*[firing(pod) for pod in "abc"]))
+    assert setup.notifier.receiver.failing is not None
+    await setup.deliver([deleted(over(pod), offset, at_ms=now_ms()) for offset, pod in enumerate("abc", 3)])
+    setup.notifier._all_due()
+    assert setup.notifier.receiver.failing is None
+    await setup.deliver(records(firing("d"), first=6))
+    assert setup.notifier.receiver.failing is None
+
+
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
 async def test_a_record_that_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
     setup = Setup(FakeAlertmanager())
