@@ -16,7 +16,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from streams.alerts.reports import DELETE_MS
+from streams.alerts.reports import DELETE_MS, scope_of_pod
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Rule, Rules
 from streams.alerts.stragglers import compare_ranks
 from streams.alerts.text.grouped import describe_group, group_labels, kind_of_other
@@ -188,9 +188,10 @@ def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) ->
         starts_ms = max(starts_ms, *part_starts_ms, *[other.starts_ms for other in group.others])
     elif group.part is not None:  # it has waited until another alert was resolved
         starts_ms = max(starts_ms, report.ts_ms)
+    scope = "node" if report.scope == "node" else scope_of_pod(first)  # a report of what is held does not tell
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
-        starts_at=time(starts_ms), severity=first.severity, labels=group_labels(first, report.scope),
+        starts_at=time(starts_ms), severity=first.severity, labels=group_labels(first, scope),
         annotations=first.annotations,
     )  # fmt: skip
     return _described(alert, group, report, rules)

@@ -13,7 +13,7 @@ import msgspec
 from delivery.values import milliseconds as duration_ms
 from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Facts, Finding, is_silenced, sole_pod, uid_and_key
-from streams.alerts.memory import NodeAlerts
+from streams.alerts.memory import NodeAlerts, PodMemory
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, with_final_figures
 from streams.alerts.tick import Tick
@@ -204,21 +204,29 @@ def reports_to_other_rules(alert: Alert, condition: Tracked, now_ms: int, rules:
 
 
 def count_holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
-    """How many devices of the node each workload holds, by the fingerprint of each group that it may have."""
+    """How many devices of the node each workload, or pod without one, holds, by the fingerprint of each group that it
+    may have."""
     counts = Counter(
-        ("", "", "", pod.pod)
-        if pod.workload_kind == JOB
-        else (pod.namespace, pod.workload_kind or "", pod.workload_name, "")
+        _owner(state.node, pod)
         for device in state.memory.devices.values()
         for pod in device.pods
-        if pod.workload_name and not pod.observed and not evaluate.is_gone(device, state.last_ts_ms)
+        if not pod.observed and not evaluate.is_gone(device, state.last_ts_ms)
     )
     return {
-        fingerprint(rule.name, state.cluster, "", key="/".join(("workload", *workload))): count
+        fingerprint(rule.name, state.cluster, "", key="/".join(owner)): count
         for rule in rules.rules
         if rule.kind in WASTE and (rule.enabled or rule.overrides)
-        for workload, count in counts.items()
+        for owner, count in counts.items()
     }
+
+
+def _owner(node: str, pod: PodMemory) -> tuple[str, ...]:
+    """What the group of a pod is about, as in :func:`group_of`."""
+    if not pod.workload_name:
+        return "pod", node, pod.namespace, pod.pod, pod.pod_uid or ""
+    if pod.workload_kind == JOB:
+        return "workload", "", "", "", pod.pod
+    return "workload", pod.namespace, pod.workload_kind or "", pod.workload_name, ""
 
 
 def with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:

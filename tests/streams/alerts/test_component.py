@@ -1,6 +1,7 @@
 """The alert stream's worker: what it writes and in what order, what it finishes, when it says that a node is silent."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from streams.alerts.tick import Device
 from streams.stage import ATTRIBUTED
 from tests.streams.alerts.fakes import Broker, Worker, settle
 from tests.streams.alerts.stories import later
-from tests.streams.alerts.ticks import START_MS, device, holder, overlay, tick
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, holder, overlay, tick
 from tests.streams.fakes import Record
 from topics.alerts import MAX_TIME_MS, AlertGroup, time
 from topics.workloads import NodeWorkloads
@@ -784,6 +785,41 @@ async def test_a_node_that_left_holds_nothing_of_a_workload() -> None:
         msgspec.json.decode(log_record.value or b"", type=AlertGroup) for log_record in worker.broker.logs[GROUPS][-1:]
     ]
     assert {node: node_state.held for node, node_state in group.seen.items()} == {"n": 1, "m": 0}
+
+
+async def alerts_of_a_pod_without_workload(gpus_at: Callable[[int], list[Device]], seconds: range) -> list[str]:
+    """The transitions of what is reported of a pod's GPUs by the default rules. Groups are looked at all the time."""
+    worker = await working(Broker(), DEFAULTS)
+    for s in seconds:
+        worker.broker.log(tick(s, *gpus_at(s)))
+        worker.clocks.at_s = s
+        for topic in (ATTRIBUTED, STATE, MEMBERS):
+            await worker.read(topic)
+        worker.stage.check_partition(0)
+        await settle()
+        await worker.read(GROUPS)
+    return [f"{alert.name} {alert.resolved_because or alert.state}" for alert in worker.broker.alerts()]
+
+
+async def test_the_gpus_of_a_pod_without_workload_are_compared_over_several_steps() -> None:
+    pod = holder(workload=None)
+
+    def one_is_slow(_: int) -> list[Device]:
+        return [device(i, pod, busy=0.98, sm_clock_hz=1.2e9 if i == 2 else 1.9e9) for i in range(6)]
+
+    assert await alerts_of_a_pod_without_workload(one_is_slow, range(0, 1200, 30)) == ["GPUStraggler firing"]
+
+
+async def test_gpus_of_a_pod_without_workload_that_stall_while_one_is_idle_are_one_alert() -> None:
+    pod, stalls = holder(workload=None), {"power_watts": 140.0, "power_limit_watts": 700.0, "sm_active_ratio": 0.1}
+
+    def others_stall_later(second: int) -> list[Device]:
+        busy = 1.0 if second > 1300 else 0.9
+        return [device(0, pod, busy=0.0), *[device(i, pod, busy=busy, **stalls) for i in (1, 2)]]
+
+    assert await alerts_of_a_pod_without_workload(others_stall_later, range(0, 2100, 30)) == [
+        "GPUHeldIdle firing", "GPUStalled firing", "GPUHeldIdle superseded"
+    ]  # fmt: skip
 
 
 async def test_the_policies_of_pods_are_counted_as_of_the_last_tick_of_their_node() -> None:

@@ -189,11 +189,12 @@ def test_a_short_lag_is_no_alert_and_one_that_is_over_is_resolved() -> None:
     assert end.starts_at == alert.starts_at
 
 
-def test_a_job_that_ends_ends_its_alert() -> None:
+@pytest.mark.parametrize("workload", [Workload("Job", "bert"), None])
+def test_a_job_or_pod_that_ends_ends_its_alert(workload: Workload | None) -> None:
     replay = Replay(ON)
     alerts: list[Alert] = []
     for second in range(0, 1800, 20):
-        pods = [holder(workload=Workload("Job", "bert"))] if second < 1500 else []
+        pods = [holder(workload=workload)] if second < 1500 else []
         devices = [device(i, *pods, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
         alerts += replay.judge(tick(second, *devices))
     alert, end = [candidate for candidate in alerts if candidate.name == "GPUStraggler"]
