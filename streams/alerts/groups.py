@@ -62,7 +62,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     rule_removed = group.alert is not None and group.alert.name not in rules.by_name
     compared = compare_ranks(group, report, seen, "rule_removed" if rule_removed else "pod_ended")
     only_ranks = report.held is None and not (report.alerts or report.others or compared.alerts)
-    if report.ranks and only_ranks:  # nothing began or ended
+    if report.pattern is not None and only_ranks:  # nothing began or ended
         if compared.group is group:
             return GroupStep(group)
         return GroupStep(_replace(compared.group, node=report.node, offset=offset, seen=seen))

@@ -16,10 +16,10 @@ from streams.alerts.conditions.finding import Facts, Finding, is_silenced, sole_
 from streams.alerts.memory import NodeAlerts, PodMemory
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, with_final_figures
-from streams.alerts.tick import Tick
+from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import STEP_MS, means_of_closed_step
 from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint, milliseconds, time
-from topics.attributed import JOB
+from topics.attributed import JOB, Holder
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 _DEPENDENT_KINDS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of a workload that depend on its GPUs of this kind
@@ -117,7 +117,7 @@ def finish_step(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
             key = (record.group, write.kind == "renewal")
             merged = reports.get(key)
             if merged is not None:
-                with_ranks = record if record.ranks else merged
+                with_ranks = record if record.pattern is not None else merged
                 record = _replace(
                     record,
                     held=merged.held if record.held is None else record.held,
@@ -246,39 +246,46 @@ def with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAler
 
 
 def rank_reports(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> list[Write]:
-    """The reports of what the GPUs of each workload did in the step that a tick has ended: groups compare them."""
-    if after.maintenance is not None or tick.ts_ms // STEP_MS == before.last_ts_ms // STEP_MS:
+    """The reports of what the GPUs of each workload did in the step that a tick has ended: groups compare them. If the
+    rule is not for the workload here, its report has no ranks, and its pattern has the reason."""
+    if tick.ts_ms // STEP_MS == before.last_ts_ms // STEP_MS:
         return []
-    ranks: dict[str, list[Rank]] = {}
     reports: dict[str, AlertReport] = {}
     for rule in rules.of("straggler"):
         for device in tick.devices:
-            uses = (state.memory.uses.get(device.uuid, ()) for state in (before, after))
-            holder, figures = sole_pod(device.holders) if device.holders else None, means_of_closed_step(*uses)
-            if (
-                figures is None
-                or holder is None
-                or holder.observed
-                or device.mig is not None
-                or is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
-            ):
+            holder = sole_pod(device.holders) if device.holders else None
+            if holder is None or holder.observed or device.mig is not None:
                 continue
-            effective_rule = rules.in_force(rule, holder)
-            if effective_rule is None:
+            figures = means_of_closed_step(*(state.memory.uses.get(device.uuid, ()) for state in (before, after)))
+            effective_rule, reason = rules.in_force(rule, holder), None
+            if after.maintenance is not None:
+                reason = "maintenance"
+            elif effective_rule is None or is_silenced(rules, holder, after.memory.devices[device.uuid], tick):
+                reason = "policy"
+            elif figures is None:
                 continue
-            uid, key = uid_and_key(holder)
-            finding = Finding(effective_rule, device.uuid, uid, key, facts=Facts(device, None, device.holders))
-            condition = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
-            described = describe(finding, tick, tick.ts_ms, rules.wording)
-            pattern = firing_alert(effective_rule, condition, after, tick.ts_ms, 0.0, described)
+            limits, pattern = _limits_and_pattern(effective_rule or rule, device, holder, after, tick, rules)
             scope = scope_of_pod(pattern)
             group = group_of(pattern, scope)
-            ranks.setdefault(group, []).append(Rank(device.uuid, device.index, holder.pod, figures, device.model))
-            limits = Limits(
-                effective_rule.for_ms, effective_rule.keep_firing_ms, effective_rule.peers, effective_rule.deviations
-            )
+            ranks = reports[group].ranks if group in reports else ()
+            if reason is None and figures is not None:
+                ranks += (Rank(device.uuid, device.index, holder.pod, figures, device.model),)
+            elif ranks:
+                continue
             reports[group] = AlertReport(
                 schema=1, group=group, scope=scope, cluster=after.cluster, node=after.node, ts_ms=tick.ts_ms,
-                pattern=pattern, limits=limits,
+                pattern=_replace(pattern, resolved_because=reason), limits=limits, ranks=ranks,
             )  # fmt: skip
-    return [Write("report", group, _replace(report, ranks=tuple(ranks[group]))) for group, report in reports.items()]
+    return [Write("report", group, report) for group, report in reports.items()]
+
+
+def _limits_and_pattern(
+    rule: Rule, device: Device, holder: Holder, state: NodeAlerts, tick: Tick, rules: Rules
+) -> tuple[Limits, Alert]:
+    """By which limits the ranks of a pod are compared, and an alert about a device of it, if it lags."""
+    uid, key = uid_and_key(holder)
+    finding = Finding(rule, device.uuid, uid, key, facts=Facts(device, None, device.holders))
+    condition = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
+    described = describe(finding, tick, tick.ts_ms, rules.wording)
+    limits = Limits(rule.for_ms, rule.keep_firing_ms, rule.peers, rule.deviations)
+    return limits, firing_alert(rule, condition, state, tick.ts_ms, 0.0, described)

@@ -80,16 +80,19 @@ def compare_ranks(
     group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], departure_reason: str = "pod_ended"
 ) -> Compared:
     """The group after a report of a node's ranks. ``departure_reason``: why alerts end if the workload has left the
-    node."""
+    node. If its ranks are not compared, they end for the reason in the report's pattern."""
     ranks_by_node, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
     idle = {state.gpu.uuid for state in group.others}
     for uuid in [uuid for uuid in suspects if uuid in idle]:
         alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, report.ts_ms, "superseded")
     if report.held == 0:  # the workload has left the node
         ranks_by_node.pop(report.node, None)
+    not_compared = report.pattern.resolved_because if report.pattern is not None else None
+    if report.held == 0 or not_compared is not None:
         for uuid in [uuid for uuid, suspect in suspects.items() if suspect.node == report.node]:
-            alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, report.ts_ms, departure_reason)
-    if report.ranks and report.limits is not None and report.pattern is not None:
+            reason = not_compared or departure_reason
+            alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, report.ts_ms, reason)
+    if report.limits is not None and report.pattern is not None:
         complete_rounds = [ranks_by_node] if report.node in ranks_by_node else []
         ranks = tuple([rank for rank in report.ranks if rank.uuid not in idle])
         ranks_by_node = {report.node: ranks} if complete_rounds else {**ranks_by_node, report.node: ranks}
@@ -182,6 +185,7 @@ def _firing_alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, susp
         pattern,
         node=node,
         fingerprint=fingerprint(pattern.name, group.cluster, node, rank.uuid),
+        resolved_because=None,
         starts_at=time(suspect.starts_ms or 0),
         value=((suspect.starts_ms or 0) // STEP_MS * STEP_MS - suspect.since_ms) / 1000,
         labels=labels,

@@ -1,9 +1,11 @@
 """GPUStraggler: which GPUs of a workload lag behind the others, by what its nodes report each five minutes."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from streams.alerts.node import Replay
@@ -11,6 +13,7 @@ from streams.alerts.stragglers import outliers
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import Alert, Limits, Rank, milliseconds
 from topics.attributed import Workload
+from topics.workloads import MAINTENANCE
 
 ON = overlay("[rules.GPUStraggler]\nenabled = true")
 LIMITS = Limits(600_000, 600_000, 3, 3.5)
@@ -199,6 +202,23 @@ def test_a_job_or_pod_that_ends_ends_its_alert(workload: Workload | None) -> Non
         alerts += replay.judge(tick(second, *devices))
     alert, end = [candidate for candidate in alerts if candidate.name == "GPUStraggler"]
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "pod_ended")
+
+
+@pytest.mark.parametrize("reason", ["maintenance", "policy"])
+def test_a_lag_is_over_when_its_node_is_in_maintenance_or_its_pods_have_silenced_it(reason: str) -> None:
+    replay, alerts = Replay(ON), list[Alert]()
+    for second, n in itertools.product(range(0, 1800, 20), range(3)):
+        since_then, labels = second >= 1000 and n == 2, dict[str, str]()
+        off = {"gpustream.dev/alerts": "off"} if since_then and reason == "policy" else {}
+        if since_then and reason == "maintenance":
+            labels[MAINTENANCE] = "new disks"
+        slow = {"sm_clock_hz": 1.2e9} if n == 2 else {}
+        pod = holder(f"bert-{n}", annotations=off)
+        devices = [device(i, pod, uuid=gpu(4 * n + i), **WORKS | (slow if i == 0 else {})) for i in range(4)]
+        moment = tick(second, *devices, node=f"n{n}")
+        alerts += replay.judge(msgspec.structs.replace(moment, node_labels=labels))
+    ends = [(alert.state, alert.resolved_because) for alert in alerts if alert.name == "GPUStraggler"]
+    assert ends == [("firing", None), ("resolved", reason)]
 
 
 def test_a_pod_can_say_that_it_is_meant_so() -> None:
