@@ -143,7 +143,7 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     holdings: Annotated[
         dict[str, UInt] | None,
         about(
-            "How many devices each workload holds here, as reported last, by the alert that it would have.", "devices"
+            "How many devices each workload, or pod without one, holds here, as reported last, by its alert.", "devices"
         ),
     ] = None
     memory: Annotated[Any, about("The conditions' own.")] = None
@@ -196,7 +196,10 @@ class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ] = ()
     ranks: Annotated[tuple[Rank, ...], about("What the workload's GPUs on the node did, to compare them.")] = ()
     limits: Annotated[Limits | None, about("By which they are compared.")] = None
-    pattern: Annotated[Alert | None, about("An alert about one of them, if it lags.")] = None
+    pattern: Annotated[
+        Alert | None,
+        about("An alert about one of them, if it lags. If they are not compared, resolved_because says why."),
+    ] = None
 
 
 class Suspect(msgspec.Struct, frozen=True, array_like=True, gc=False):
