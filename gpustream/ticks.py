@@ -66,6 +66,7 @@ class TickDevice(msgspec.Struct, frozen=True):
     holders: tuple[TickHolder, ...] = ()
     processes: tuple[Process, ...] | None = None
     events: tuple[TickEvent, ...] | None = None
+    attribution: str | None = None
 
 
 class Unwell(msgspec.Struct, frozen=True):

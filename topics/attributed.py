@@ -146,7 +146,7 @@ class AttributedEvent(Event, frozen=True, gc=False, omit_defaults=True):
         about("Who held the device then, only if they are others than the device's. Empty: nobody held it."),
     ] = None
     attribution: Annotated[
-        Attribution | None, about("What these holders rest on, if that differs from the tick's.")
+        Attribution | None, about("What these holders rest on, if that differs from the device's.")
     ] = None
 
     def held_by(self, device_holders: tuple[Holder, ...]) -> tuple[Holder, ...]:
@@ -171,6 +171,9 @@ class AttributedDevice(Device, frozen=True, gc=False, omit_defaults=True):
             "process of no pod on a device that pods hold). A later version may have other words."
         ),
     ] = None
+    attribution: Annotated[Attribution | None, about("What its holders rest on, if that differs from the tick's.")] = (
+        None
+    )
 
 
 class AttributedSample(Sample, frozen=True, gc=False, kw_only=True):
@@ -192,6 +195,11 @@ class AttributedSample(Sample, frozen=True, gc=False, kw_only=True):
     ] = ()
 
 
+class _DeviceAttribution(Protocol):
+    @property
+    def attribution(self) -> Attribution | None: ...
+
+
 class AttributedTick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The fields of :class:`AttributedSample` that every reader decodes."""
 
@@ -203,6 +211,10 @@ class AttributedTick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ts_ms: UInt
     offset: UInt
     attribution: Attribution
+
+    def attribution_of(self, device: _DeviceAttribution) -> Attribution:
+        """What the holders of a device of the tick rest on."""
+        return device.attribution or self.attribution
 
 
 TOPIC = Topic(

@@ -45,7 +45,7 @@ SELECT
     JSONExtractUInt(record, 'run_id') AS run_id,
     JSONExtractUInt(record, 'seq') AS seq,
     fromUnixTimestamp64Milli(JSONExtractInt(record, 'ts_ms'), 'UTC') AS ts,
-    JSONExtractString(record, 'attribution') AS attribution,
+    coalesce(nullIf(JSONExtractString(device, 'attribution'), ''), JSONExtractString(record, 'attribution')) AS attribution,
     JSONExtractString(device, 'uuid') AS uuid,
     JSONExtractString(device, 'model') AS model,
     JSONExtractString(device, 'mig', 'parent_uuid') AS mig_parent,

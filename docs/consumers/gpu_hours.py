@@ -97,6 +97,7 @@ class Device(msgspec.Struct):
     metrics: dict[str, float | None] | None = None
     mig: Mig | None = None
     holders: list[Holder] | None = None
+    attribution: str | None = None
 
 
 class Tick(msgspec.Struct):
@@ -139,7 +140,7 @@ class Share(NamedTuple):
 def shares(tick: Tick, device: Device) -> Iterator[Share]:
     """The shares of the device during a tick. Their `held_ratio` adds up to 1."""
     utilization = (device.metrics or {}).get("gpu_utilization_ratio")
-    if tick.attribution == "none":
+    if (device.attribution or tick.attribution) == "none":
         yield Share(UNKNOWN, "", 1.0, utilization)
         return
     pods: dict[tuple[str, str], list[Holder]] = {}

@@ -15,6 +15,6 @@ reduce inputs as $tick ({};
 | select(.uuid | IN($in_mig_mode[]) | not)
 | . as $device
 | ([.holders[]? | "\(.namespace)/\(.pod)"] | unique) as $pods
-| (if $tick.attribution == "none" then "?" elif $pods == [] then "-" else $pods[] end) as $pod
+| (if (.attribution // $tick.attribution) == "none" then "?" elif $pods == [] then "-" else $pods[] end) as $pod
 | [$node, .uuid, .mig.profile // "GPU", $pod, .metrics.gpu_utilization_ratio // "?"]
 | @tsv

@@ -103,7 +103,7 @@ def device(fleet: Fleet, uuid: str) -> Json | None:
         "cluster": node.tick.cluster,
         "node": node.tick.node,
         "ts_ms": node.tick.ts_ms,
-        "attribution": node.tick.attribution,
+        "attribution": shown.last.attribution or node.tick.attribution,
         "silent": node.silent,
         "state": shown.last.state,
         "index": shown.last.index,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from topics.attributed import AttributedEvent, AttributedTick, Holder
+from topics.attributed import AttributedEvent, AttributedTick, Attribution, Holder
 from topics.catalogue import CATALOGUE
 from topics.samples import Job, Mig
 from topics.topic import UInt, lenient
@@ -60,6 +60,7 @@ class SeriesDevice(msgspec.Struct, frozen=True):
     info: dict[str, str] = {}
     xids: dict[str, UInt] = {}
     conflict: str | None = None
+    attribution: Attribution | None = None
 
 
 class DeviceReading(msgspec.Struct, frozen=True):
@@ -124,6 +125,7 @@ class _RawDevice(msgspec.Struct, frozen=True, gc=False):
     unattributed: SeriesParts | None = None
     split_scaled: bool = False
     conflict: str | None = None
+    attribution: Attribution | None = None
 
 
 class _RawTick(AttributedTick, frozen=True, kw_only=True):

@@ -347,7 +347,7 @@ class Translator:
             metrics, parts = self._metric_sets(device.uuid, identity, own_pairs, self._metric_names, self._counted), {}
             for new, old in zip(metrics, last.metrics if last is not None else (), strict=False):
                 new.layout = old.layout if new.names is old.names else None
-        counts = self._counts(device, None if attribution == "none" else len(pods), cache)
+        counts = self._counts(device, None if (device.attribution or attribution) == "none" else len(pods), cache)
         held = HeldDevice(node, device, holders, pods, bare, identity.holder)
         labelled = LabelledDevice(held, attribution, counts, identity, own_pairs, metrics, parts)
         cache.devices[device.uuid] = labelled

@@ -150,7 +150,7 @@ def _update_devices(
 def _update_device(remembered: DeviceMemory | None, device: Device, tick: Tick, run_id: int) -> DeviceMemory:
     """The memory of a device after a tick; the same object if nothing changed. Counts of XID errors are kept within a
     run of the producer, which counts them from its start."""
-    pods = _update_pods(remembered.pods if remembered is not None else (), device.holders, tick)
+    pods = _update_pods(remembered.pods if remembered is not None else (), device, tick)
     counts = remembered.counts if remembered is not None and run_id in (tick.run_id, 0) else {}
     if device.xids:
         changed_counts = {
@@ -175,10 +175,11 @@ def _update_device(remembered: DeviceMemory | None, device: Device, tick: Tick, 
     )
 
 
-def _update_pods(previous: tuple[PodMemory, ...], holders: Sequence[Holder], tick: Tick) -> tuple[PodMemory, ...]:
-    """The pods that hold a device after a tick, each with since when. Without a snapshot they are those of before."""
-    if tick.attribution == "none":
+def _update_pods(previous: tuple[PodMemory, ...], device: Device, tick: Tick) -> tuple[PodMemory, ...]:
+    """The pods that hold a device after a tick, each with since when. If that is not known they are those of before."""
+    if tick.attribution_of(device) == "none":
         return previous
+    holders = device.holders
     if len(previous) == len(holders) and all(map(_is_same_holding, previous, holders, repeat(tick.ts_ms))):
         return previous
     pod_by_identity = {HoldingPod(pod.namespace, pod.pod, pod.pod_uid): pod for pod in previous}

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import msgspec
 
-from topics.attributed import AttributedEvent, AttributedTick, Holder, Parts, by_pod
+from topics.attributed import AttributedEvent, AttributedTick, Attribution, Holder, Parts, by_pod
 from topics.idleness import Ratios
 from topics.samples import Job, Mig, State
 from topics.topic import UInt, decoder
@@ -65,6 +65,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
     conflict: str | None = None
+    attribution: Attribution | None = None
 
     @cached_property
     def pods(self) -> tuple[tuple[Holder, ...], ...]:
@@ -78,6 +79,11 @@ class Tick(AttributedTick, frozen=True, kw_only=True):
     node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     unwell: tuple[UnwellDevice, ...] = ()
+
+    def knows_holders(self, uuid: str) -> bool:
+        """Whether it is known who holds a device, or if ``uuid`` is empty, each device of the node."""
+        attributions = [self.attribution_of(device) for device in self.devices if uuid in ("", device.uuid)]
+        return "none" not in (attributions or [self.attribution])
 
 
 decode = decoder(Tick)

@@ -9,7 +9,8 @@ device to which a claim for administration gives it access, as monitoring has.
 An event names the snapshot of its own time, because another pod may have the device by the time of the tick. The pods
 of an event are looked up as of the event, at most a minute before the tick: they are remembered for that long.
 
-On a node without a kubelet the jobs of a batch system hold the devices; each tick lists its jobs.
+On a node without a kubelet the jobs of a batch system hold the devices; each tick lists its jobs. If the jobs of one
+device are not known, nothing is known of its holders, and the others' are exact.
 """
 
 import contextlib
@@ -65,11 +66,15 @@ class DeviceFacts(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeldDevice(msgspec.Struct, frozen=True, gc=False):
-    """What stays the same of a device from tick to tick: its holders, their conflict, and who owns each process."""
+    """What stays the same of a device from tick to tick: its holders, their conflict, and who owns each process.
+
+    ``attribution`` is what the holders rest on, if that differs from the tick's.
+    """
 
     holders: tuple[Holder, ...]
     conflict: str | None
     owners: ProcessOwners | None
+    attribution: Attribution | None = None
 
 
 class Memo(msgspec.Struct, frozen=True):
@@ -155,7 +160,7 @@ def attribute(
         AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
             None if d.events is None else _events(d.events, d.uuid, at_tick, at_events), d.info, d.xids, d.read_ms,
-            d.compute_slices, split.holders, split.unattributed, split.scaled, held.conflict,
+            d.compute_slices, split.holders, split.unattributed, split.scaled, held.conflict, held.attribution,
         )
         for d, held, split in zip(sample.devices, devices, splits, strict=True)
     ]  # fmt: skip
@@ -194,7 +199,7 @@ def _holders_at_tick(
         if device.processes is not None:  # divided by job as others are by pod: a job's id takes the uid's place
             processes = [_replace(process, pod_uid=process.job_id) for process in device.processes]
             owners = owners_of(_replace(device, processes=processes), jobs)
-        held.append(HeldDevice(jobs, None, owners))
+        held.append(HeldDevice(jobs, None, owners, "none" if device.jobs is None else None))
     return _HoldersAtTime(by_uuid, "exact"), held, last
 
 

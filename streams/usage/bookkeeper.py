@@ -201,11 +201,10 @@ class Bookkeeper:
 
     def _book_until(self, tick: CountedTick, gpus: list[Gpu], since_ms: int) -> None:
         """Book all time up to a tick: it stands for the time from ``since_ms`` on; what is before is unobserved."""
-        books, attribution = self.books, _ATTRIBUTIONS.get(tick.attribution, LATE)
-        drawn_by_gpu, closed_ms = self._read_meters(gpus, since_ms, tick.ts_ms), books.booked_ms
+        books, drawn_by_gpu, closed_ms = self.books, self._read_meters(gpus, since_ms, tick.ts_ms), self.books.booked_ms
         self._book_unobserved_until(since_ms, drawn_by_gpu)
         for start_ms, end_ms in _minutes(since_ms, tick.ts_ms) if since_ms < tick.ts_ms else [(since_ms, since_ms)]:
-            hour, piece = self._hour(start_ms), (since_ms, start_ms, end_ms, attribution)
+            hour, piece = self._hour(start_ms), (since_ms, start_ms, end_ms, tick.attribution)
             for gpu, drawn in zip(gpus, drawn_by_gpu.values(), strict=True):
                 if gpu.uuid not in hour.of:
                     self._add_gpu(hour, gpu.uuid, start_ms, drawn)
@@ -222,9 +221,9 @@ class Bookkeeper:
         if books.booked_ms // MINUTE_MS > closed_ms // MINUTE_MS:
             self._write_closed(books.booked_ms - FINAL_AFTER_MS)
 
-    def _book_gpu(self, hour: Hour, gpu: Gpu, energy_mj: int, piece: tuple[int, int, int, int]) -> None:
+    def _book_gpu(self, hour: Hour, gpu: Gpu, energy_mj: int, piece: tuple[int, int, int, str]) -> None:
         """Book one GPU for a piece of the time that a tick stands for, all within a minute."""
-        since_ms, start_ms, end_ms, attribution = piece
+        since_ms, start_ms, end_ms, tick_attribution = piece
         ms, since, until, free_slices = end_ms - start_ms, start_ms - since_ms, end_ms - since_ms, hour.of[gpu.uuid]
         slices_by_share, energies = [free_slices], [energy_mj]
         if len(gpu.shares) > 1:
@@ -240,6 +239,7 @@ class Bookkeeper:
             tensor = share.tensor * until // 1000 - share.tensor * since // 1000
             amounts = ms, used, tensor, energy, share.memory_bytes * ms
             numbers, weights = share.accounts.numbers, share.weights
+            attribution = _ATTRIBUTIONS.get(share.attribution or tick_attribution, LATE)
             if weights is None:
                 add_amounts(hour.minute, numbers[0], amounts, slices, share.idle[0], attribution)
                 continue

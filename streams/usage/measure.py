@@ -68,7 +68,7 @@ class DeviceShare(msgspec.Struct, frozen=True, gc=False):
     """A device of a GPU. ``slices`` are those of a MIG device; 0: it is the GPU itself, or its slices of no MIG device.
 
     ``used`` and ``tensor`` are in millionths of the time. ``idle`` has, for each holder, whether it does nothing with
-    the device. ``weights`` is None unless there are several holders.
+    the device. ``weights`` is None unless there are several holders. ``attribution``: the device's own, if it has one.
     """
 
     uuid: str
@@ -79,6 +79,7 @@ class DeviceShare(msgspec.Struct, frozen=True, gc=False):
     memory_bytes: int = 0
     idle: Sequence[bool] = (False,)
     weights: Weights | None = None
+    attribution: str | None = None
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -169,7 +170,7 @@ def _share(device: CountedDevice, accounts_by_device: dict[str, DeviceAccounts],
         accounts = DeviceAccounts(gpu_uuid, None) if identities is None else _device_accounts(gpu_uuid, device.holders)
         accounts_by_device[uuid] = accounts
     if identities is None:
-        return DeviceShare(uuid, slices, accounts)
+        return DeviceShare(uuid, slices, accounts, attribution=device.attribution)
     busy, memory = metrics.gpu_utilization_ratio, metrics.memory_used_bytes
     if busy is None:
         busy = metrics.graphics_engine_active_ratio
@@ -179,7 +180,7 @@ def _share(device: CountedDevice, accounts_by_device: dict[str, DeviceAccounts],
     memory_bytes = round(memory) if memory is not None and 0 <= memory <= MOST_BYTES else 0
     count = len(device.holders)
     if not count or (count == 1 and busy is not None and busy >= IDLE_BELOW):
-        return DeviceShare(uuid, slices, accounts, used, tensor, memory_bytes)
+        return DeviceShare(uuid, slices, accounts, used, tensor, memory_bytes, attribution=device.attribution)
     weights, idle = None, _idle(device, accounts.pods)
     if count > 1:  # each holder has what it used itself, and its equal part of the rest
         parts = [holder.parts or _NO_PARTS for holder in device.holders]
@@ -190,7 +191,7 @@ def _share(device: CountedDevice, accounts_by_device: dict[str, DeviceAccounts],
         memory_parts = _with_rest(memory_by, memory_bytes - sum(memory_by), accounts)
         time = accounts.equal_parts if split == "equal" else whole
         weights = Weights(time, busy_time, busy_time, whole, memory_parts)
-    return DeviceShare(uuid, slices, accounts, used, tensor, memory_bytes, idle, weights)
+    return DeviceShare(uuid, slices, accounts, used, tensor, memory_bytes, idle, weights, device.attribution)
 
 
 def _device_accounts(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:

@@ -7,7 +7,7 @@ On failure: ``msgspec.DecodeError`` if it is no such record.
 
 import msgspec
 
-from topics.attributed import AttributedSample, AttributedTick, Parts
+from topics.attributed import AttributedSample, AttributedTick, Attribution, Parts
 from topics.idleness import Ratios
 from topics.samples import Mig, State
 from topics.topic import UInt, decoder
@@ -56,6 +56,7 @@ class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     compute_slices: UInt | None = None
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
+    attribution: Attribution | None = None
 
 
 class CountedTick(AttributedTick, frozen=True, kw_only=True, gc=False):

@@ -81,7 +81,7 @@ def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory 
         return "rule_removed"
     if condition.device and all(device.uuid != condition.device for device in tick.devices):
         return "device_removed"
-    if not (condition.pod_uid or rule.kind in WASTE) or tick.attribution == "none":
+    if not (condition.pod_uid or rule.kind in WASTE) or not tick.knows_holders(condition.device):
         return "condition"
     holders = [holder for device in tick.devices if condition.device in ("", device.uuid) for holder in device.holders]
     uid_or_name = condition.pod_uid or condition.key
@@ -103,7 +103,7 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
     if rule is None:
         return True
     about_pod = condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")
-    if tick.attribution == "none" and about_pod and rule.kind != "xid":
+    if about_pod and rule.kind != "xid" and not tick.knows_holders(condition.device):
         return False
     device = next((device for device in tick.devices if device.uuid == condition.device), None)
     if rule.kind in WINDOWED:
@@ -179,7 +179,7 @@ _REQUIRED_SIGN: dict[Kind, int] = {
 def _signs_of(rules: Rules, tick: Tick, device: Device, memory: Memory, work: Work) -> int:
     """The signs of a device, as bits: cheap tests that show which checks can't find anything."""
     metrics, holders, utilization = device.metrics, device.holders, device.metrics.gpu_utilization_ratio
-    signs = _MAY_BE_IDLE | _USED_UNALLOCATED | _MAY_CONFLICT if tick.attribution == "none" else 0
+    signs = _MAY_BE_IDLE | _USED_UNALLOCATED | _MAY_CONFLICT if tick.attribution_of(device) == "none" else 0
     slowdown = int(metrics.clock_event_reasons or 0) & (HW_THERMAL | SW_THERMAL | HW_POWER_BRAKE)
     if slowdown or metrics.row_remap_failure or metrics.row_remap_pending or metrics.retired_pages_pending:
         signs |= _HAS_FAULT

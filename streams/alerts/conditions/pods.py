@@ -29,7 +29,7 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
     """A pod does no work on a device that it was given.
     Within the pod's grace there is no evidence: if a node's clock was set back, a firing alert goes on."""
     if not view.pods:
-        if view.tick.attribution == "none":
+        if view.tick.attribution_of(view.device) == "none":
             holds = False if view.work.most >= rule.least_work else None
             unknown = unknown_findings(rule, view.device.uuid, view.remembered)
             findings.extend(finding._replace(holds=holds) for finding in unknown)
@@ -153,8 +153,9 @@ def used_unallocated(rule: Rule, view: View, findings: list[Finding]) -> None:
     device = view.device
     if not view.whole or device.jobs or not all(holder.observed for holder in device.holders):
         return
-    holds = True if view.work.most >= rule.used_above and view.tick.attribution != "none" else None
-    if view.tick.attribution != "none" and view.work.measured and not holds:
+    holders_known = view.tick.attribution_of(device) != "none"
+    holds = True if view.work.most >= rule.used_above and holders_known else None
+    if holders_known and view.work.measured and not holds:
         return
     if (effective_rule := view.rules.in_force(rule, None)) is not None:
         facts = Facts(device, None, device.holders)
@@ -163,9 +164,8 @@ def used_unallocated(rule: Rule, view: View, findings: list[Finding]) -> None:
 
 def attribution_conflict(rule: Rule, view: View, findings: list[Finding]) -> None:
     device = view.device
-    no_evidence = (
-        device.processes is None or device.info.processes_visible == "false" or view.tick.attribution == "none"
-    )
+    unknown_holders = view.tick.attribution_of(device) == "none"
+    no_evidence = device.processes is None or device.info.processes_visible == "false" or unknown_holders
     if not no_evidence and device.conflict is None:
         return
     effective_rule = view.rules.in_force(rule, sole_holder(view))

@@ -81,6 +81,7 @@ def test_how_many_pods_hold_a_device_is_a_series_where_it_is_known() -> None:
     assert holders(device(holders=one_observed), device("GPU-b", holders=one_observed[1:])) == [2.0, 1.0]
     assert holders(device(), attribution="late") == [0.0]
     assert holders(device(), attribution="none") == []
+    assert holders(device(attribution="none")) == [], "the holders of this device are not known"
 
 
 def shared(*pods: str, **fields: Any) -> dict[str, Any]:

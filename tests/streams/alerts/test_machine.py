@@ -200,6 +200,13 @@ def test_a_pod_that_ends_resolves_its_alert_at_once() -> None:
     assert life.written[-1].resolved_because == "pod_ended"
 
 
+def test_a_device_whose_holders_are_not_known_ends_no_pod_though_those_of_others_are() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    assert life.go(range(30, 60), device(0, busy=0.0, attribution="none")) == []
+    assert life.go(range(60, 61), device(0, busy=0.0)) == [(60, "GPUHeldIdle", "resolved")]
+
+
 def test_a_tick_that_does_not_say_who_holds_what_ends_no_pod() -> None:
     life = Life()
     life.go(range(30), IDLE)

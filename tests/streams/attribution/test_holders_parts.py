@@ -359,6 +359,17 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
     assert device.processes == processes
 
 
+def test_a_gpu_whose_jobs_are_not_known_is_not_said_to_be_free_because_another_has_one() -> None:
+    devices = (Device("GPU-a", jobs=(Job("41"),)), Device("GPU-b", jobs=()), Device("GPU-c"))
+    sample = msgspec.structs.replace(tick(1, None), devices=devices)
+    no_pods = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
+    joined, _ = attribute(
+        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", no_pods), {}, None
+    )
+    assert joined.sample.attribution == "exact"
+    assert [d.attribution for d in joined.sample.devices] == [None, None, "none"]
+
+
 def test_a_node_without_jobs_and_a_kubelet_reports_no_holders() -> None:
     sample = msgspec.structs.replace(tick(1, None), devices=(Device("GPU-a"),))
     no_pods = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())

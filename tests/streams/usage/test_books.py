@@ -127,6 +127,15 @@ def test_a_device_that_does_not_answer_is_lost_whoever_holds_it() -> None:
     assert (held_ms(harness), harness.window(0, MINUTE_MS)["GPU-a", "lost", None].slice_ms) == (29_000, 31_000 * 7)
 
 
+def test_the_time_of_a_device_whose_holders_are_not_known_rests_on_nothing() -> None:
+    harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A), gpu("GPU-b", attribution="none")))
+    rows = harness.window(0, MINUTE_MS)
+    assert {key: (row.exact_ms, row.none_ms) for key, row in rows.items()} == {
+        ("GPU-a", "held", "a"): (60_000, 0),
+        ("GPU-b", "free", None): (0, 60_000),
+    }
+
+
 def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_sums() -> None:
     cut = [gpu("GPU-a"), mig("MIG-1", "1c.3g.40gb", A), mig("MIG-2", "2g.20gb")]
     harness = BookkeeperHarness().play(*seconds(0, 30, gpu("GPU-a", A)), *seconds(31, 60, *cut))
