@@ -876,6 +876,15 @@ def test_an_empty_value_that_the_chart_can_not_do_without_is_refused_by_its_name
     assert f"missing property '{empty.rpartition('.')[2]}'" in ran.stderr
 
 
+def test_a_label_of_the_chart_that_the_site_sets_is_there_once_with_the_sites_value(tmp_path: Path) -> None:
+    labels = {"helm.sh/chart": "ours", "app.kubernetes.io/managed-by": "argo", "app.kubernetes.io/version": "7"}
+    values = values_of_a_site(tmp_path / "values.yaml", {"commonLabels": labels})
+    manifests, text = chart(values), helm("template", "gpustream", CHART, "--values", values).stdout
+    for manifest in manifests:
+        assert manifest["metadata"]["labels"].items() >= labels.items()
+    assert [text.count(name) for name in labels] == [len(manifests)] * len(labels)
+
+
 def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
     site: Manifest = {
         "commonLabels": None,
@@ -1143,6 +1152,8 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
         ("node.resources.limit.cpu=1", "additional properties 'limit' not allowed"),
         ("image.digest=sha256:12", "does not match pattern"),
         ("remoteWrite.options.protocol=3", "value must be one of"),
+        (r"commonLabels.app\.kubernetes\.io/name=x", "commonLabels: app.kubernetes.io/name is set by the chart"),
+        (r"node.podLabels.app\.kubernetes\.io/component=x", "podLabels of node: app.kubernetes.io/component is set by"),
     ],
 )
 def test_a_value_that_can_not_work_is_refused_with_the_reason(bad_value: str, reason: str) -> None:

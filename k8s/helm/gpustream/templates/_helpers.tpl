@@ -79,11 +79,21 @@ the API server refuses that. */ -}}
 {{- define "gpustream.labels" -}}
 {{- $root := index . 0 }}
 {{- include "gpustream.selector" . }}
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
-{{- with $root.Values.commonLabels }}
-{{- include "gpustream.texts" . }}
+{{- $labels := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/managed-by" $root.Release.Service }}
+{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
+{{- include "gpustream.site-labels" (list "commonLabels" $root.Values.commonLabels) }}
+{{- range $name, $value := $root.Values.commonLabels }}
+{{- $_ := set $labels $name $value }}
+{{- end }}
+{{- include "gpustream.texts" $labels }}
+{{- end }}
+
+{{- /* In: [the name of a value, its labels]. Out: nothing. It fails if one of them is a label by which things are found. */ -}}
+{{- define "gpustream.site-labels" -}}
+{{- range $name, $_ := index . 1 }}
+{{- if has $name (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "strimzi.io/cluster") }}
+{{- fail (printf "%s: %s is set by the chart, because the component or its Kafka is found by it" (index $ 0) $name) }}
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -14,6 +14,7 @@ metadata:
   labels:
     {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
     {{- with $c.podLabels }}
+    {{- include "gpustream.site-labels" (list (printf "podLabels of %s" $c.name) .) }}
     {{- include "gpustream.texts" . | trim | nindent 4 }}
     {{- end }}
   {{- with $c.podAnnotations }}
