@@ -115,6 +115,10 @@ def decoder(record: type[R]) -> Callable[[bytes], R]:
     return lenient(msgspec.json.Decoder(record).decode)
 
 
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for what is no such JSON, is no UTF-8, or is nested too deeply."""
+
+
 def lenient(strict: Callable[[bytes], T]) -> Callable[[bytes], T]:
     """A ``strict`` decode function of msgspec, with the second pass and the errors of :func:`decoder`."""
 

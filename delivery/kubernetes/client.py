@@ -22,6 +22,7 @@ from prometheus_client import Counter
 from delivery.kafka_errors import describe
 from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ApiConnection, ConfigError, CredentialSource
 from delivery.tasks import set_within
+from topics.topic import UNDECODABLE
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def message(body: bytes) -> str:
     """The message of an API server's Status; of any other body its beginning."""
     try:
         text = _status.decode(body).message
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         text = body[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace")
     return " ".join(text.split())[:_LONGEST_MESSAGE] or "without a word"
 

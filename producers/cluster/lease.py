@@ -24,6 +24,7 @@ import msgspec
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, ApiHealth, Client, Unreachable, message
 from producers.cluster import instruments as names
+from topics.topic import UNDECODABLE
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class LeaseLock:
 def _decode_object(body: bytes) -> Json:
     try:
         return msgspec.json.decode(body, type=Json)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise LeaseRefused("garbage", f"an answer that is no Lease ({error}): {message(body)}") from error
 
 

@@ -9,6 +9,7 @@ Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
@@ -17,9 +18,11 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 import orjson
 
+from topics.topic import UNDECODABLE
 from topics.workloads import MAINTENANCE
 
 T = TypeVar("T", bound=msgspec.Struct)
+DEEPEST = 11_000  # Go's JSON, and so the API server, takes 10,000 levels; some more for what is around the object
 
 Labels = dict[str, str]
 Time = Annotated[datetime, msgspec.Meta(tz=True)]  # a time with its offset from UTC, as RFC 3339 has it
@@ -261,11 +264,23 @@ class ApiResources(msgspec.Struct, frozen=True):
     resources: list[ApiResource] | None = None
 
 
-def decode(decoder: "msgspec.json.Decoder[T]", raw: bytes) -> T:
-    """The decoded object; raises UndecodableObject."""
+def decode(decoder: "msgspec.json.Decoder[T]", raw: bytes | msgspec.Raw) -> T:
+    """The decoded object; raises UndecodableObject.
+
+    Whoever may write a claim may nest its parameters as deeply as the API server takes it, and Python takes less. The
+    limit is raised for such an object.
+    """
     try:
-        return decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            return decoder.decode(raw)
+        except RecursionError:
+            limit = sys.getrecursionlimit()
+            sys.setrecursionlimit(max(limit, DEEPEST))
+            try:
+                return decoder.decode(raw)
+            finally:
+                sys.setrecursionlimit(limit)
+    except UNDECODABLE as error:
         raise UndecodableObject(str(error)) from error
 
 

@@ -175,8 +175,8 @@ def _parse(
     decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, problem: str = "an event's object that is none"
 ) -> T:
     try:
-        return decoder.decode(raw)
-    except msgspec.DecodeError as error:
+        return decode(decoder, raw)
+    except UndecodableObject as error:
         raise Restart("garbage", f"{problem} ({error}): {message(bytes(raw))}", relist=True) from error
 
 

@@ -20,6 +20,7 @@ from delivery.kubernetes.client import ApiHealth, Client, Unreachable, message
 from delivery.tasks import set_within
 from sinks.metrics_api.custom_metrics import GROUP
 from sinks.metrics_api.selectors import SelectorError
+from topics.topic import UNDECODABLE
 
 log = logging.getLogger(__name__)
 
@@ -185,5 +186,5 @@ class ApiServer:
 def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise Unreachable("connection", f"the API server's answer can't be read: {error}") from error

@@ -25,6 +25,7 @@ from delivery.kubernetes.client import Answer, Client, Unreachable, message
 from sinks.reclaim.decide import KUEUE, Facts, group_kind, pods_of
 from topics.actions import Target
 from topics.alerts import Alert
+from topics.topic import UNDECODABLE
 
 Json = dict[str, Any]
 
@@ -176,7 +177,7 @@ def _object(answer: Answer) -> Json | None:
         return None
     try:
         return msgspec.json.decode(answer.body, type=Json)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {error}") from error
 
 

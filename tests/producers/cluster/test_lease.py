@@ -294,9 +294,10 @@ async def test_a_few_failures_do_not_end_the_lead(server: ApiServer, join: Join,
     assert first.diary == [("a", "begins")]
 
 
-async def test_html_in_place_of_a_lease_is_no_lease(server: ApiServer, join: Join) -> None:
+@pytest.mark.parametrize("body", [b"<html>sign in</html>", b'{"spec": "\xe9"}', b'{"spec": ' + b"[" * 50_000])
+async def test_what_is_no_lease_in_place_of_one_is_none(server: ApiServer, join: Join, body: bytes) -> None:
     async def html(request: Request, reply: Reply) -> None:
-        await reply.answer(200, b"<html>sign in</html>")
+        await reply.answer(200, body)
 
     server.next(html, html)
     first = join("a")

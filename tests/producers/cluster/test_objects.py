@@ -1,5 +1,7 @@
 """Objects are read as the API server writes them; a malformed object is not taken for an empty one."""
 
+import sys
+
 import msgspec
 import pytest
 
@@ -46,6 +48,14 @@ def test_lists_and_maps_may_be_null_or_absent() -> None:
 def test_a_malformed_pod_is_undecodable(mangled: bytes) -> None:
     with pytest.raises(UndecodableObject):
         decode(_POD, mangled)
+
+
+@pytest.mark.parametrize("levels", [2_000, 5_000])
+def test_an_object_is_read_that_is_nested_deeper_than_python_reads(levels: int) -> None:
+    limit = sys.getrecursionlimit()
+    nested = raw(pod_json("bert-0", "u1"))[:-1] + b', "x": ' + b'{"a":' * levels + b"1" + b"}" * levels + b"}"
+    assert decode(_POD, nested).metadata.uid == "u1"
+    assert sys.getrecursionlimit() == limit
 
 
 def test_the_identity_of_a_pod_is_read_though_the_rest_is_malformed() -> None:

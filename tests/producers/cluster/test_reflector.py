@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from delivery.instruments import Instruments
@@ -15,6 +17,7 @@ from delivery.kubernetes import client
 from delivery.kubernetes.client import ApiHealth, Client, message
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
+from producers.cluster.objects import Identity, decode
 from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Restart, rbac_rule, restart_for_status
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
@@ -250,6 +253,34 @@ async def test_a_page_that_is_none_is_asked_for_again(server: ApiServer, start: 
     assert bench.restarts("garbage") == 1
 
 
+@pytest.mark.parametrize("pages", [False, True])
+async def test_an_object_that_is_nested_deeper_than_python_reads_is_listed_and_watched(
+    server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch, pages: bool
+) -> None:
+    names_put: list[str] = []
+    identity = msgspec.json.Decoder(Identity)
+    put = lambda _, raw: names_put.append(decode(identity, raw).metadata.name)  # noqa: E731 - in place of a method
+    monkeypatch.setattr(RecordingListener, "put", put)
+
+    def deep(name: str, version: int) -> bytes:
+        metadata = {"name": name, "uid": name, "resourceVersion": str(version)}
+        nested = b"[" * 5000 + b"]" * 5000
+        return b'{"metadata": ' + json.dumps(metadata).encode() + b', "spec": ' + nested + b"}"
+
+    async def page(request: Request, reply: Reply) -> None:
+        await reply.answer(200, b'{"metadata": {"resourceVersion": "6"}, "items": [' + deep("a", 5) + b"]}")
+
+    line = b'{"type": "ADDED", "object": %s}\n'
+    later = line % deep("b", 7)
+    if pages:
+        server.next(answers(422, "sendInitialEvents"), page, streams(later, ends_with="hang"))
+    else:
+        server.next(streams(line % deep("a", 5), list_end(6), later, ends_with="hang"))
+    bench = await start()
+    await bench.until(lambda: names_put == ["a", "b"])
+    assert bench.restarts("garbage") == 0
+
+
 # -- going on
 
 
@@ -371,6 +402,9 @@ async def test_no_object_is_missing_in_a_list_because_its_line_is_too_long(serve
         (streams(b'{"kind": "PodList", "items": []}\n'), "garbage"),
         (streams(b"[1, 2]\n"), "garbage"),
         (streams(b'"\xff\xfe"\n'), "garbage"),
+        (streams(b'{"type": "\xff", "object": {}}\n'), "garbage"),
+        (streams(b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "\xff"}}}\n'), "garbage"),
+        (streams(b'{"type": "ADDED", "object": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n"), "garbage"),
         (streams(b'{"type": "BOOKMARK", "object": {"metadata": {}}}\n'), "garbage"),
         (streams(b'{"type": "BOOKMARK", "object": null}\n'), "garbage"),
         (streams(b'{"type": "ADDED", "obj'), "cut"),
@@ -683,6 +717,8 @@ def test_the_rule_that_a_path_needs_names_its_group_and_resource(path: str, grou
         (b"{}", "without a word"),
         (b"\xff", "�"),
         (b'{"message": 7}', '{"message": 7}'),
+        (b'{"message": "\xe9"}', '{"message": "�"}'),
+        (b"[" * 50_000, "[" * 300),
         (b"x" * 100_000, "x" * 300),
     ],
 )
