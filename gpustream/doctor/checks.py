@@ -244,7 +244,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
             f"{counted(totals.get('waiting', 0), 'tick')} wait",
             "start `gpustream stream attribution`",
         )
-    elif group is not None and readers.is_behind(situation, evidence.oldest_waiting_ms):
+    elif group is not None and readers.is_behind(situation, group, evidence.oldest_waiting_ms):
         lag = next((lag for lag in group.lags if lag.topic == samples.TOPIC.name), Lag(samples.TOPIC.name, 0, (), None))
         waiting = lag._replace(records=totals["waiting"], oldest_ms=evidence.oldest_waiting_ms)
         findings.append(readers.behind(situation, group, waiting))

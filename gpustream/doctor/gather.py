@@ -100,7 +100,7 @@ async def _read(connection: Connection, situation: Situation) -> Situation:
                 lag
                 for group in situation.groups or ()
                 for lag in group.lags
-                if readers.is_behind(situation, lag.oldest_ms)
+                if readers.is_behind(situation, group, lag.oldest_ms)
             ]
             return await _with_progress(reader, situation) if behind else situation
     except BrokerError as error:

@@ -26,6 +26,9 @@ UPSTREAM = {
 BEHIND_MS = 30_000
 """A record that is younger than this is on its way. A pending tick may wait for 13 s of it."""
 
+COMMITS_AFTER_MS = {"gpustream-usage": 75_000, "gpustream-sink-parquet": 60_000}
+"""The groups that commit only what they have written, once in so long: the books of usage, and ``--write-every``."""
+
 IN_PROMETHEUS_MS = 240_000
 """An instant query finds a sample for five minutes."""
 
@@ -47,7 +50,8 @@ def groups(situation: Situation) -> CheckResult:
         oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
         summaries.append(f"{group.name} " + ("at the end" if oldest is None else f"at {situation.ago(oldest)}"))
         if group.name != ATTRIBUTION:  # the check of attribution reports its lag
-            findings += [behind(situation, group, lag) for lag in group.lags if is_behind(situation, lag.oldest_ms)]
+            late = [lag for lag in group.lags if is_behind(situation, group, lag.oldest_ms)]
+            findings += [behind(situation, group, lag) for lag in late]
     findings += _expired_findings(situation.groups)
     stream_groups = [f"gpustream-{name}" for name in STREAMS]
     rivals = [
@@ -106,9 +110,10 @@ def _expired_findings(groups: Sequence[Group]) -> list[Finding]:
     return findings
 
 
-def is_behind(situation: Situation, oldest_ms: int | None) -> bool:
-    """Whether a record that was logged at ``oldest_ms`` should be finished by now."""
-    return oldest_ms is not None and situation.now_ms - oldest_ms > BEHIND_MS
+def is_behind(situation: Situation, group: Group, oldest_ms: int | None) -> bool:
+    """Whether the group should have finished a record by now that was logged at ``oldest_ms``."""
+    on_its_way_ms = BEHIND_MS + COMMITS_AFTER_MS.get(group.name, 0)
+    return oldest_ms is not None and situation.now_ms - oldest_ms > on_its_way_ms
 
 
 def silent_consumer(situation: Situation) -> tuple[Group, OwnMetrics] | None:
@@ -116,7 +121,9 @@ def silent_consumer(situation: Situation) -> tuple[Group, OwnMetrics] | None:
     stuck = [
         group
         for group in situation.groups or ()
-        if any(is_behind(situation, lag.oldest_ms) and not (group.members and lag.finished) for lag in group.lags)
+        if any(
+            is_behind(situation, group, lag.oldest_ms) and not (group.members and lag.finished) for lag in group.lags
+        )
     ]
     silent = [component for component in situation.components if component.error]
     return (stuck[0], silent[0]) if len(stuck) == len(silent) == 1 else None
@@ -377,7 +384,7 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
         for group in situation.groups or ()
         if group.name.startswith("gpustream-sink-") and attributed.TOPIC.name in {tp.topic for tp in group.committed}
     ]
-    lagging = [group for group in sinks if any(is_behind(situation, lag.oldest_ms) for lag in group.lags)]
+    lagging = [group for group in sinks if any(is_behind(situation, group, lag.oldest_ms) for lag in group.lags)]
     summary = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
     if late and len(lagging) == len(sinks) > 0:  # it has all that the sinks have finished
         return CheckResult(f"{summary}: {', '.join(group.name for group in lagging)} has not taken more", findings)

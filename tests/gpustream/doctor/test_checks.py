@@ -204,6 +204,17 @@ def behind(at_ms: int, members: int = 1) -> Group:
     return Group("gpustream-sink-remote-write", "Stable", members, (Lag("gpu.attributed", 5, (0,), at_ms),))
 
 
+@pytest.mark.parametrize(("name", "ms"), [("gpustream-usage", 75_000), ("gpustream-sink-parquet", 60_000)])
+def test_a_group_that_commits_once_a_minute_is_behind_only_after_that(name: str, ms: int) -> None:
+    situation, usage = see(healthy()), Group("gpustream-usage", "Stable", 1, ())
+
+    def seen(age_ms: int) -> Situation:
+        return situation._replace(groups=[READING, usage, behind(situation.now_ms - age_ms)._replace(name=name)])
+
+    assert findings_of(seen(ms)) == {}
+    assert only_finding(seen(ms + 31_000)).finding.startswith(name)
+
+
 def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is_named() -> None:
     failing = Series("gpustream_remote_write_receiver_failing", {}, 1)
     situation = see(healthy())
