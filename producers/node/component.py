@@ -18,6 +18,7 @@ from typing import Any
 from delivery.instruments import Instruments
 from delivery.sender import Sender, not_sent
 from delivery.tasks import running, until_stopped
+from delivery.values import duration_words
 from producers.node import instruments
 from producers.node.cgroups import ProcessOwners
 from producers.node.config import NodeSettings
@@ -177,16 +178,16 @@ class NodeProducer:
         self._instruments.gauge(instruments.BUFFER_SECONDS).set(buffer_s)
         if reported_s is not None and (reported_s == configured_s) == (buffer_s == configured_s):
             return
-        holds = (size / _MIB, ticks * self._settings.interval_s / 60, tick_bytes)
+        lasts = duration_words(ticks * self._settings.interval_s * 1000)
+        holds = f"the buffer of {size / _MIB:g} MiB holds about {lasts} at {tick_bytes:.0f} bytes a tick"
         if buffer_s == configured_s:
-            log.info("the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick", *holds)
+            log.info("%s", holds)
             return
         enough_mib = math.ceil(size / _MIB * configured_s / buffer_s)
         log.warning(
-            "the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick, and --buffer wants %.3g minutes: "
-            "give --buffer-size %dMiB",
-            *holds,
-            configured_s / 60,
+            "%s, and --buffer wants %s: give --buffer-size %dMiB",
+            holds,
+            duration_words(configured_s * 1000),
             enough_mib,
         )
 
