@@ -1,5 +1,6 @@
 """The settings of the simulated fleet."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -53,6 +54,8 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
         found = super().errors()
         if not self.interval_s >= SHORTEST_INTERVAL_S:
             found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")
+        if self.truth and not os.access(self.truth if self.truth.exists() else self.truth.parent, os.W_OK):
+            found.append(f"--truth: {self.truth} can't be written: is its folder there, and may this user write to it?")
         size = (1, 1)
         try:
             size = parse_size(self.fleet)

@@ -239,5 +239,12 @@ def test_every_error_in_the_settings_is_reported() -> None:
     assert settings().errors() == []
 
 
+def test_a_truth_that_cannot_be_written_is_a_mistake_in_the_settings(tmp_path: Path) -> None:
+    (error,) = settings(truth=tmp_path / "missing" / "truth.jsonl").errors()
+
+    assert error.startswith(f"--truth: {tmp_path}/missing/truth.jsonl can't be written")
+    assert settings(truth=tmp_path / "truth.jsonl").errors() == []
+
+
 def test_the_registry_names_it() -> None:
     assert PRODUCERS["simulated"].component == f"{SimulatedFleet.__module__}:{SimulatedFleet.__qualname__}"
