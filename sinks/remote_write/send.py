@@ -47,6 +47,9 @@ _LOG_EVERY_S = 30.0
 _FRAGMENT_BYTES = 64 << 10  # snappy compresses fragments of this size, and refers to nothing outside of them
 _GOLDEN_RATIO = 0.618034
 
+_NOT_2_0 = ": it does not speak remote write 2.0, use --protocol auto or 1.0"
+_HINTS = {404: ": look at the path of --url"}
+
 _HEADERS: dict[Protocol, dict[str, str]] = {
     "1.0": {
         "Content-Type": "application/x-protobuf",
@@ -153,7 +156,7 @@ class RemoteWriteSender:
                 if answer.status >= 400:
                     await self.accepts_anything(groups, self.accepted, answer.said, abandon)
             elif means in {"not-2.0", "misconfigured"}:
-                hint = ": it does not speak remote write 2.0, use --protocol auto or 1.0" if means == "not-2.0" else ""
+                hint = _NOT_2_0 if means == "not-2.0" else _HINTS.get(answer.status, "")
                 self._begin_hold(answer.said + hint)
             else:
                 unanswered = True

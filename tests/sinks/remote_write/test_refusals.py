@@ -224,6 +224,7 @@ async def test_a_receiver_that_refuses_everything_is_asked_twice_and_then_waited
     assert setup.receiver.sizes[1:] in ([], [1])
     assert ALWAYS[always].text in (setup.transmitter.failing or "")
     assert sum(ALWAYS[always].text in line.message for line in caplog.records) == 1
+    assert ("look at the path of --url" in caplog.text) == (always == "404")
     assert (setup.ends(), setup.steps, setup.sender.sent) == ({}, [], [])
     setup.abandon.set()
     with pytest.raises(Abandoned):
