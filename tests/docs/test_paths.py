@@ -54,6 +54,12 @@ def test_every_option_that_a_page_names_is_there(page: str) -> None:
     assert named - OPTIONS - OF_OTHERS == set()
 
 
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_no_page_installs_gpustream_from_an_index_which_does_not_have_it(page: str) -> None:
+    """With an extra, as in ``gpustream[parquet]``, pip takes the one that is installed."""
+    assert not re.search(r"pip install gpustream\b(?!\[)", (ROOT / page).read_text())
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_is_there(page: str) -> None:
     """A name without its folder is in the folder of the last one before it. NAME stands for one of the reader's."""
