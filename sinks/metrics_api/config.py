@@ -89,5 +89,6 @@ class MetricsApiSettings(KafkaSettings):
             if not tls:
                 errors.append("--metrics-listen: beyond loopback only with TLS: --serving-cert and --serving-key")
             if self.client_ca is None and self.custom_metrics is None and self.client_token_file is None:
-                errors.append("--metrics-listen: beyond loopback only with --client-ca, or everybody may ask")
+                needed = "--client-ca or --client-token-file"
+                errors.append(f"--metrics-listen: beyond loopback only with {needed}, or everybody may ask")
         return errors

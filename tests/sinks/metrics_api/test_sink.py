@@ -33,7 +33,7 @@ def test_every_error_of_the_settings_is_reported(tmp_path: Path) -> None:
         "--client-ca: it is of no use without TLS": {"client_ca": file},
         "--client-names: it is of no use without --custom-metrics": {"client_names": ("a",)},
         "--metrics-listen: off is not possible": {"metrics_listen": None},
-        "--metrics-listen: beyond loopback only with --client-ca": {
+        "--metrics-listen: beyond loopback only with --client-ca or --client-token-file": {
             "metrics_listen": EVERYWHERE, "serving_cert": file, "serving_key": file,
         },
     }  # fmt: skip
