@@ -148,7 +148,9 @@ def explain(error: BaseException, connection: Connection) -> str:
     """Why a request to Kafka failed, in a line."""
     if not isinstance(error, SILENCE):
         return f"Kafka at {connection}: {describe(error)}"
-    return opening.trouble(connection) or f"no Kafka broker answers at {connection} ({type(error).__name__})"
+    return opening.trouble(connection) or (
+        f"no Kafka broker answers at {connection} ({type(error).__name__}): is one up there, for clients?"
+    )
 
 
 def backoff(delays_s: Sequence[float]) -> Iterator[float]:

@@ -138,7 +138,7 @@ def test_a_broker_that_is_not_there_or_has_no_alerts_is_one_sentence() -> None:
 
     assert (without.exit_code, nowhere.exit_code) == (1, 1)
     assert without.stderr == f"there is no topic gpu.alerts at {address}: `gpustream topics create` makes it\n"
-    assert "no Kafka broker answers at 127.0.0.1:1" in nowhere.stderr
+    assert "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError): is one up there" in nowhere.stderr
 
 
 def test_what_sinks_take_for_no_alert_is_not_shown() -> None:

@@ -169,7 +169,12 @@ async def test_a_reader_without_a_broker_says_so_and_stops_when_asked() -> None:
     reader = GroupReader(SETTINGS, [source], counted)
     stop = asyncio.Event()
     running = asyncio.ensure_future(reader.run(stop))
-    await eventually(lambda: reader.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
+    await eventually(
+        lambda: (
+            reader.not_ready()
+            == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError): is one up there, for clients?"]
+        )
+    )
     stop.set()
     await asyncio.wait_for(running, 8)
 

@@ -16,7 +16,7 @@ async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_a
     sink, stop = AlertmanagerSink(SETTINGS), asyncio.Event()
     assert sink.not_ready() == ["not started"]
     running = asyncio.ensure_future(sink.run(stop))
-    waiting = "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"
+    waiting = "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError): is one up there, for clients?"
     await eventually(lambda: sink.not_ready() == [f"127.0.0.1:1: {waiting}", f"127.0.0.1:2: {waiting}"])
     groups = [reader._settings.group for _, reader in sink._alertmanagers]
     assert groups == [SETTINGS.group_of(url) for url in SETTINGS.urls]

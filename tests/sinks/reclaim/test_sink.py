@@ -29,7 +29,12 @@ async def test_without_a_broker_it_says_so_and_stops_when_asked(tmp_path: Path) 
     stop = asyncio.Event()
     assert sink.not_ready() == ["not started"]
     running = asyncio.ensure_future(sink.run(stop))
-    await eventually(lambda: "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)" in sink.not_ready())
+    await eventually(
+        lambda: (
+            "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError): is one up there, for clients?"
+            in sink.not_ready()
+        )
+    )
     stop.set()
     await asyncio.wait_for(running, 8)
 
