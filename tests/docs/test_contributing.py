@@ -73,6 +73,15 @@ def test_every_option_that_is_named_is_one() -> None:
     assert [name for name in re.findall(r"`(--[\w-]+)`", SECURITY) if f"| `{name}" not in options] == []
 
 
+def test_security_names_all_that_the_cluster_producer_lists() -> None:
+    role = yaml.safe_load((ROOT / "k8s" / "base" / "cluster" / "clusterrole.yaml").read_text())
+    listed = {resource for rule in role["rules"] if "list" in rule["verbs"] for resource in rule["resources"]}
+    (row,) = [line for line in SECURITY.splitlines() if line.startswith("| `produce cluster` ")]
+    named = row.split("|")[2].partition("(`list`")[0].replace(" and ", ", ").split(",")
+
+    assert {name.replace(" ", "") for name in named} == listed
+
+
 def test_the_hooks_run_the_linter_and_every_generator_of_make() -> None:
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     (wildcard,) = re.findall(r"^GENERATORS :=.*\$\(wildcard ([^)]*)\)", MAKEFILE, re.MULTILINE)
