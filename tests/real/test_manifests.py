@@ -868,7 +868,7 @@ def test_a_value_or_an_option_that_there_is_not_is_refused() -> None:
     ["image", "options", "defaults", "keda", "alerts", "node.enabled", "openshift", "image.repository",
      "node.kubeletDirectory", "cluster.serviceAccount", "attribution.autoscaling",
      "attribution.autoscaling.lagThreshold", "attribution.options", "defaults.autoscaling",
-     "defaults.autoscaling.minReplicas", "strimzi.cluster"],
+     "defaults.autoscaling.minReplicas", "strimzi.cluster", "page"],
 )  # fmt: skip
 def test_an_empty_value_that_the_chart_can_not_do_without_is_refused_by_its_name(empty: str) -> None:
     ran = helm("template", "gpustream", CHART, "--set", f"{empty}=null")
