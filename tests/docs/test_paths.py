@@ -41,6 +41,8 @@ OF_OTHERS = {
     "--tsdb",  # Prometheus's
     "--web",
     "--help",
+    "--reset-then-reuse-values",  # Helm's
+    "--reuse-values",
     "--hot",  # of benchmarks
     "--sink",
 }
