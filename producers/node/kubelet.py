@@ -70,7 +70,7 @@ _FAILURES: Sequence[tuple[grpc.StatusCode, str, Result]] = (
 
 _STATE_TEXTS: Mapping[State, str] = {
     "absent": "no kubelet at %s: %s",
-    "unavailable": "nobody answers on the kubelet's socket %s: %s",
+    "unavailable": "no connection to the kubelet's socket %s: %s",
     "deadline": "the kubelet at %s does not answer in time: %s",
     "rate_limited": "the kubelet at %s is asked too often by all its clients together: %s",
     "too_large": "the answer of the kubelet at %s is larger than any node's should be; look at what device plugins list"
@@ -128,6 +128,8 @@ def call_failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, st
     ``details``."""
     text = " ".join((details or "").split())[:_MAX_REASON_CHARS]
     reason = f"{code.name}: {text}"
+    if code is grpc.StatusCode.UNAVAILABLE and "Permission denied" in text:
+        reason = f"this process may not connect: it must run as root, and SELinux must let it ({reason})"
     results = (result for status, text_part, result in _FAILURES if code is status and text_part in text)
     return next(results, "refused"), reason
 

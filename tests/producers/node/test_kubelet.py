@@ -57,6 +57,16 @@ def test_each_error_has_its_result(code: grpc.StatusCode, text: str | None, resu
     assert reason.startswith(code.name)
 
 
+def test_a_socket_that_may_not_be_connected_to_is_said_to_be_roots() -> None:
+    """The text is that of grpc for a socket of another user."""
+    details = "failed to connect to all addresses; last error: FAILED_PRECONDITION: unix:/s: error: Permission denied"
+
+    result, reason = call_failure(grpc.StatusCode.UNAVAILABLE, details)
+
+    assert result == "unavailable"
+    assert reason.startswith("this process may not connect: it must run as root")
+
+
 def test_the_text_of_a_servers_error_is_one_line_of_bounded_length() -> None:
     _, reason = call_failure(grpc.StatusCode.UNKNOWN, "a\nb\r" + "x" * 10_000)
     assert reason.startswith("UNKNOWN: a b xxx")
@@ -317,7 +327,7 @@ async def test_a_socket_without_a_server_is_counted_and_later_a_kubelet_is_found
     async with polling(path) as bench:
         dead(path)
         assert await bench.until("unavailable", 3) is None
-        assert "nobody answers" in bench.kubelet.not_ready()[0]
+        assert "no connection to the kubelet's socket" in bench.kubelet.not_ready()[0]
         with serving(path, pods_on({GPU_A: "bert-0"})):
             assert await bench.until("ok") == ["bert-0"]
 
