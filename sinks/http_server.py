@@ -8,6 +8,7 @@ after a while.
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -67,7 +68,8 @@ async def listening(
             for listener in listeners:
                 listener.listen()
         except OSError as error:
-            raise ListenError(f"{option}: can't serve on {host}:{port}: {error.strerror or error}") from error
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+            raise ListenError(f"{option}: can't serve on {host}:{port}: {reason}") from error  # asyncio says it twice
         accepting = [asyncio.ensure_future(_accept(listener, server, context, opening)) for listener in listeners]
         yield host, listeners[0].getsockname()[1]
     finally:
