@@ -25,7 +25,7 @@ from topics import alerts, attributed, dead_letters
 log = logging.getLogger(__name__)
 
 DRAIN_S = 8.0
-"""How long the sinks may take to receive everything, after the run was asked to stop."""
+"""How long the sinks may take to receive everything, after the run was asked to stop, or while one can't deliver."""
 
 STOPPED_BY_S = 9.5
 """How long after that components that have not stopped are cancelled."""
@@ -183,11 +183,15 @@ class Pipeline:
                 self._moved_s = time.monotonic()
 
     def _is_over(self, stop: asyncio.Event, after_s: float) -> bool:
-        """Whether it was asked to stop so long ago, or nothing has moved for too long."""
+        """Whether it was asked to stop so long ago, or nothing has moved for too long: just as long if a component says
+        why, such as a receiver that is away."""
         now_s = time.monotonic()
         if stop.is_set() and self._asked_s is None:
             self._asked_s = now_s
-        return now_s >= (self._moved_s + PATIENCE_S if self._asked_s is None else self._asked_s + after_s)
+        if self._asked_s is not None:
+            return now_s >= self._asked_s + after_s
+        can_deliver = not any(component.not_ready() for component in (*self.streams, *self.sinks))
+        return now_s >= self._moved_s + (PATIENCE_S if can_deliver else after_s)
 
     def _begin(self, component: Component) -> None:
         stop = self._stops[component.name] = asyncio.Event()

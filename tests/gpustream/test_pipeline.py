@@ -162,6 +162,19 @@ async def test_a_run_that_ends_by_itself_is_patient_until_it_is_asked_to_stop(
     assert fakes.tally.undelivered(SAMPLED) == 3
 
 
+async def test_a_run_that_ends_by_itself_is_not_patient_with_a_sink_that_says_why_it_delivers_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "DRAIN_S", 0.05)
+    monkeypatch.setattr(pipeline, "PATIENCE_S", 3600.0)
+    fakes = PipelineOfFakes(attributed=7)
+    running = asyncio.create_task(fakes.pipeline.run(asyncio.Event(), 0.0))
+    await eventually(lambda: "producer starts" in fakes.log)
+    fakes.sink.reasons = ["the receiver does not accept"]
+    await asyncio.wait_for(running, 60)
+    assert fakes.tally.undelivered(SAMPLED) == 3
+
+
 async def test_the_producer_of_a_run_that_is_asked_to_stop_is_not_patient() -> None:
     fakes, stop = PipelineOfFakes(), asyncio.Event()
     running = asyncio.create_task(fakes.pipeline.run(stop, None))
