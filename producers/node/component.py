@@ -184,12 +184,8 @@ class NodeProducer:
             log.info("%s", holds)
             return
         enough_mib = math.ceil(size / _MIB * configured_s / buffer_s)
-        log.warning(
-            "%s, and --buffer wants %s: give --buffer-size %dMiB",
-            holds,
-            duration_words(configured_s * 1000),
-            enough_mib,
-        )
+        wanted = duration_words(configured_s * 1000)
+        log.warning("%s: give --buffer-size %dMiB, as --buffer wants %s", holds, enough_mib, wanted)
 
 
 def _now_ms() -> int:

@@ -203,7 +203,7 @@ async def test_a_stop_does_not_wait_for_a_reading_that_hangs(monkeypatch: pytest
     [
         (16 << 20, "INFO", r"the buffer of 16 MiB holds about (\d+[dhms] ?)+ at \d+ bytes a tick$"),
         (2 << 30, "INFO", r"the buffer of 2048 MiB holds about (\d+[dhms] ?)+ at \d+ bytes a tick$"),
-        (2_000, "WARNING", r"holds about \ds at .*, and --buffer wants 15m: give --buffer-size \d+MiB$"),
+        (2_000, "WARNING", r"holds about \ds at .*: give --buffer-size \d+MiB, as --buffer wants 15m$"),
     ],
 )
 async def test_the_first_tick_logs_once_how_long_the_buffer_lasts(
