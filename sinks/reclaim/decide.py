@@ -123,7 +123,7 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     if not facts.pods:
         return Objection("no_owner", "the alert names no pod")
     for name, pod in facts.pods.items():
-        if (change := _change_of_pod(name, pod, firing.written_ms)) is not None:
+        if (change := _change_of_pod(name, pod, firing)) is not None:
             return Objection("changed", change)
         for obj in (pod, *facts.owners[name]):
             meta = obj["metadata"] if obj is not None else {}
@@ -146,14 +146,22 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     return plan
 
 
-def _change_of_pod(name: str, pod: Json | None, written_ms: int) -> str | None:
-    """How a pod has changed since its alert was written; None if it has not."""
+def _change_of_pod(name: str, pod: Json | None, firing: Firing) -> str | None:
+    """How a pod has changed since its alert was written; None if it has not. A pod never moves to another node."""
+    alert = firing.alert
     if pod is None:
         return f"pod {name} is not there any more"
     if pod["metadata"].get("deletionTimestamp") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
         return f"pod {name} has ended"
-    if milliseconds(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > written_ms:
+    if milliseconds(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > firing.written_ms:
         return f"pod {name} was made after the alert was written: it is another pod"
+    uid = alert.labels.get("k8s_pod_uid") if alert.labels.get("k8s_pod_name") == name else None
+    if uid not in (None, pod["metadata"]["uid"]):
+        return f"pod {name} has another uid than the alert's: it is another pod"
+    nodes = {gpu.node for gpu in alert.gpus if gpu.pod and gpu.pod.partition("/")[2] == name} or {alert.node}
+    node = pod.get("spec", {}).get("nodeName")
+    if node is not None and node not in nodes:
+        return f"pod {name} is on node {node}, and the alert's was on {', '.join(sorted(nodes))}: it is another pod"
     return None
 
 

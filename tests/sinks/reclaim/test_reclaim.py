@@ -150,6 +150,7 @@ def _mixed(world: World) -> None:
         (lambda w: annotate(w, "/api/v1/namespaces/ml", alerts="off"), "opted_out"),
         (lambda w: w.api.objects.pop(POD), "changed"),
         (lambda w: w.api.put(POD, "Pod", "v1", metadata={"creationTimestamp": "2027-01-01T00:00:00Z"}), "changed"),
+        (lambda w: w.api.objects[POD].update(spec={"nodeName": "another"}), "changed"),
         (lambda w: w.api.objects[POD].update(status={"phase": "Succeeded"}), "changed"),
         (lambda w: w.api.objects[POD]["metadata"].pop("ownerReferences"), "no_owner"),
         (lambda w: w.api.objects[DEPLOYMENT]["spec"].update(replicas=0), "already"),
@@ -223,6 +224,16 @@ async def test_a_job_with_a_pod_that_the_alert_does_not_know_is_left_alone() -> 
     await world.replica().run()
     assert world.states() == ["refused partly"]
     assert world.log[0].message.startswith("Job train has 9 pods, and the alert is about ")
+
+
+@pytest.mark.parametrize(("uid", "states"), [("uid-web-0", ["intended", "done"]), ("another", ["refused changed"])])
+async def test_the_pod_of_an_alert_about_one_pod_is_told_by_its_uid(uid: str, states: list[str]) -> None:
+    world = World("scale")
+    firing = world.deployment(pods=1)
+    labels = {**firing.labels, "k8s_pod_name": "web-0", "k8s_pod_uid": uid}
+    world.write(msgspec.structs.replace(firing, labels=labels))
+    await world.replica().run()
+    assert world.states() == states
 
 
 async def test_the_time_counts_from_when_all_of_the_workload_idles() -> None:
