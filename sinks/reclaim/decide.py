@@ -4,6 +4,7 @@ In: the last record of an alert; its namespace, its pods and their owners, as th
 :class:`WorkloadChange`, or an :class:`Objection` if nothing is to be done.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -139,11 +140,19 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     plan = _plan(kind, chains, facts.workload)
     if isinstance(plan, Objection) or firing.partly:
         return plan
-    count = (plan.object.get("status") or {}).get({"scale": "replicas", "suspend": "active"}.get(kind, ""))
-    if isinstance(count, int) and count > len(chains):  # one may be on a node that sends no ticks
-        message = f"{_named(plan.object)} has {count} pods, and the alert is about {len(chains)}"
-        return Objection("partly", f"{message}: what the others do is not known")
-    return plan
+    return plan if kind == "event" else _unknown_pods(chains) or plan
+
+
+def _unknown_pods(chains: Sequence[Sequence[Json]]) -> Objection | None:
+    """An objection if an owner has pods that are not in the alert: they may be on a node that sends no ticks."""
+    alerted = Counter(obj["metadata"]["uid"] for chain in chains for obj in chain)
+    for obj in (obj for chain in chains for obj in reversed(chain)):
+        status, uid = obj.get("status") or {}, obj["metadata"]["uid"]
+        count = status.get("active" if obj["kind"] == "Job" else "replicas")
+        if isinstance(count, int) and count > alerted[uid]:
+            message = f"{_named(obj)} has {count} pods, and the alert is about {alerted[uid]}"
+            return Objection("partly", f"{message}: what the others do is not known")
+    return None
 
 
 def _change_of_pod(name: str, pod: Json | None, firing: Firing) -> str | None:

@@ -226,6 +226,15 @@ async def test_a_job_with_a_pod_that_the_alert_does_not_know_is_left_alone() -> 
     assert world.log[0].message.startswith("Job train has 9 pods, and the alert is about ")
 
 
+async def test_a_job_of_kueue_with_a_pod_that_the_alert_does_not_know_is_left_alone() -> None:
+    world = World("deactivate")
+    world.write(world.job())
+    world.kueue("uid-train", active=True)
+    world.api.objects["/apis/batch/v1/namespaces/ml/jobs/train"]["status"] = {"active": 9}
+    await world.replica().run()
+    assert (world.states(), world.api.changes) == (["refused partly"], [])
+
+
 @pytest.mark.parametrize(("uid", "states"), [("uid-web-0", ["intended", "done"]), ("another", ["refused changed"])])
 async def test_the_pod_of_an_alert_about_one_pod_is_told_by_its_uid(uid: str, states: list[str]) -> None:
     world = World("scale")
