@@ -78,10 +78,10 @@ class Cluster:
         self._namespaces: dict[str, tuple[float, Json | None]] = {}
         self._kueue: tuple[float, str | None] = (float("-inf"), None)
 
-    async def namespace(self, name: str) -> Json | None:
-        """A namespace; None if it does not exist. Raises Denied and Unreachable."""
+    async def namespace(self, name: str, max_age_s: float = NAMESPACE_S) -> Json | None:
+        """A namespace, as it was at most ``max_age_s`` ago; None if it is not there. Raises Denied and Unreachable."""
         read_s, namespace = self._namespaces.get(name, (float("-inf"), None))
-        if time.monotonic() - read_s > NAMESPACE_S:
+        if time.monotonic() - read_s > max_age_s or not max_age_s:
             if len(self._namespaces) >= _MAX_NAMESPACES:
                 self._namespaces.clear()
             namespace = await self._get(f"/api/v1/namespaces/{quote(name, safe='')}")

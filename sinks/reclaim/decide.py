@@ -49,13 +49,15 @@ class Watched(NamedTuple):
 class Firing(NamedTuple):
     """An alert to decide about. ``since_ms``: since when it fires as the namespace requires; None if it does not.
 
-    ``partly``: the namespace allows actions although some GPUs of the workload work.
+    ``partly``: the namespace allows actions although some GPUs of the workload work. ``until_s``: it may be acted on
+    until then, by the clock that never steps back; after that it may be resolved.
     """
 
     alert: Alert
     since_ms: int | None
     partly: bool
     written_ms: int
+    until_s: float
 
 
 class Facts(NamedTuple):

@@ -22,7 +22,7 @@ from delivery.kubernetes.client import ApiHealth
 from delivery.policies import RECLAIM, OptIn, opt_in
 from delivery.values import duration_words
 from sinks import outcomes
-from sinks.reclaim.cluster import Cluster, Denied
+from sinks.reclaim.cluster import NAMESPACE_S, Cluster, Denied
 from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import (
     Facts,
@@ -149,7 +149,7 @@ class Reclaimer:
         again first. Raises Unreachable and Abandoned.
         """
         began_s, alert = self._clock_s(), watched.alert
-        firing = Firing(alert, None, partly=False, written_ms=watched.written_ms)
+        firing = Firing(alert, None, partly=False, written_ms=watched.written_ms, until_s=began_s + FRESH_S)
         namespace, allowed = await self._opt_in(alert)
         if isinstance(allowed, Objection):
             await self._refuse(firing, None, allowed, abandon)
@@ -174,7 +174,7 @@ class Reclaimer:
             for kind in [kind for kind, due_at_ms in dues.items() if due_at_ms <= now_ms]:
                 await self._refuse(firing, kind, facts, abandon)
             return min(CHECK_S, wait_s or CHECK_S)
-        if (now_s := self._clock_s()) - began_s > FRESH_S:
+        if (now_s := self._clock_s()) > firing.until_s:
             self._slow_facts = {key: read for key, read in self._slow_facts.items() if read.until_s >= now_s}
             self._slow_facts[alert.fingerprint] = _SlowFacts(watched, facts, now_s + _FACTS_S)
             return 0.0
@@ -209,10 +209,10 @@ class Reclaimer:
             }
             await self._write(_next_state(planned, "ended", reason=reason, message=texts[reason]), abandon)
 
-    async def _opt_in(self, alert: Alert) -> tuple[Json, OptIn | Objection]:
+    async def _opt_in(self, alert: Alert, max_age_s: float = NAMESPACE_S) -> tuple[Json, OptIn | Objection]:
         """The namespace of an alert, and which actions it allows. Raises Unreachable."""
         try:
-            namespace = await self.cluster.namespace(_namespace(alert))
+            namespace = await self.cluster.namespace(_namespace(alert), max_age_s)
         except Denied as denied:
             return {}, Objection(denied.reason, str(denied))
         self.health.good("it answers")
@@ -296,7 +296,13 @@ class Reclaimer:
     async def _act(
         self, firing: Firing, kind: ActionKind, plan: WorkloadChange, facts: Facts, abandon: asyncio.Event
     ) -> None:
-        """Write the intention, act, and write the outcome. In a dry run, write what would be done."""
+        """Write the intention, act, and write the outcome. In a dry run, write what would be done.
+
+        Nothing is done if that takes so long that the decision is old: an intention is left open then, and settled.
+        """
+        namespace, _ = await self._opt_in(firing.alert, max_age_s=0.0)
+        if namespace != facts.namespace or self._clock_s() > firing.until_s:
+            return
         summary = firing.alert.annotations.get("summary", firing.alert.name)
         generation = plan.object["metadata"].get("generation")
         intention = self._action(
@@ -313,6 +319,8 @@ class Reclaimer:
             return
         if abandon.is_set():
             raise Abandoned
+        if self._clock_s() > firing.until_s:
+            return
         try:
             done = await self._do(plan, intention, firing.alert, facts)
         except Denied as denied:

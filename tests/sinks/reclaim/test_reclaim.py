@@ -622,6 +622,40 @@ def test_a_late_refusal_does_not_undo_done() -> None:
     assert (last.state, ledger.left("stop", START_MS)) == ("done", 0)
 
 
+@pytest.mark.parametrize("what", ["the pod opts out", "the alert is resolved"])
+async def test_a_decision_that_is_old_when_kafka_has_taken_the_intention_is_made_again(what: str) -> None:
+    world = World("scale")
+    firing = world.deployment()
+    world.write(firing)
+    sink = world.replica()
+    send = sink.reclaimer._send
+
+    async def send_late(action: Action) -> None:
+        world.now_ms += 600_000
+        if what == "the pod opts out":
+            annotate(world, POD, reclaim="off")
+        else:
+            world.write(over(firing, world.now_ms))
+        await send(action)
+
+    sink.reclaimer._send = send_late
+    await sink.run()
+    sink.reclaimer._send = send
+    await sink.run(later_ms=1000)
+    assert (world.api.changes, world.states()[:2]) == ([], ["intended", "refused interrupted"])
+
+
+async def test_a_namespace_that_has_just_opted_out_is_left_alone() -> None:
+    world = World("scale=1h")
+    world.write(world.deployment())
+    sink = world.replica()
+    await sink.run()
+    world.api.put("/api/v1/namespaces/ml", "Namespace", "v1", metadata={"annotations": None})  # not read again yet
+    await sink.run(later_ms=HOUR_MS)
+    await sink.run(later_ms=60_000)
+    assert (world.states()[:1], world.api.changes) == (["planned"], [])
+
+
 def slow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each answer of the API server take 3 s."""
     answer = world.api.request
