@@ -2,9 +2,10 @@
 
 In: the records of a cluster, in the order of their log. Out: the state of each action.
 
-An intention is granted if fewer than the budget were granted in the hour before it in the log; refused ones do not
-count, and undone ones do. Every reader of the log comes to the same result, so replicas of the sink share the budget
-without any other agreement.
+An intention is granted if fewer than the budget were granted in the hour before it in the log; undone ones count,
+and refused ones do not, except if they were interrupted: the API server may still answer their requests. What a replica
+decides about an action before it has read the intention of another counts for nothing. Every reader of the log comes to
+the same result, so replicas of the sink share the budget without any other agreement.
 """
 
 from collections import deque
@@ -45,7 +46,8 @@ class Ledger:
         if action.cluster != self._cluster:
             return
         self._fold(action, logged_ms)
-        self._read.append((action, action.id in self._granted[budget_of(action.action)]))
+        is_granted = action.id in self._granted[budget_of(action.action)]
+        self._read.append((action, is_granted and self._last[action.id].state not in OVER))
 
     def last(self, action: str) -> Action | None:
         """The last record of an action, by its id; None if there is none."""
@@ -56,12 +58,14 @@ class Ledger:
         return list(self._unsettled.values())
 
     def verdict(self, written: Action) -> bool | None:
-        """Whether an action that was written is within the budget; None: it was not read back yet."""
+        """Whether an intention that was written is within the budget, and its action is not done yet; None: it was not
+        read back yet."""
         return next((granted for read, granted in reversed(self._read) if read == written), None)
 
-    def has_room(self, action: str, now_ms: int) -> bool:
-        """Whether another action would be within the budget now, by the records read so far."""
-        return self.left(budget_of(action), now_ms) > 0
+    def has_room(self, action: Action, now_ms: int) -> bool:
+        """Whether an intention would be within the budget now, by the records read so far."""
+        budget = budget_of(action.action)
+        return self._granted[budget].get(action.id, 0) > now_ms - HOUR_MS or self.left(budget, now_ms) > 0
 
     def left(self, budget: str, now_ms: int) -> int:
         """How many more actions are within a budget now."""
@@ -69,22 +73,30 @@ class Ledger:
         return self._budgets[budget] - len(recent)
 
     def _fold(self, action: Action, logged_ms: int) -> None:
-        last = self._last.get(action.id)
-        if last is not None and last.state in OVER and action.state != "undone":
-            return  # a late record of another replica
+        granted = self._granted[budget_of(action.action)]
+        if _is_late(action, self._last.get(action.id), is_granted=action.id in granted):
+            return
         self._last[action.id] = action
         self._unsettled.pop(action.id, None)
         if action.state in ("intended", "planned"):
             self._unsettled[action.id] = action
-        granted = self._granted[budget_of(action.action)]
         if action.state == "intended":
             at_ms = logged_ms if logged_ms > 0 else milliseconds(action.at)
             if granted.get(action.id, -HOUR_MS) <= at_ms - HOUR_MS:  # else it was granted already
                 granted.pop(action.id, None)
                 if self.left(budget_of(action.action), at_ms) > 0:
                     granted[action.id] = at_ms
-        elif action.state == "refused":
+        elif action.state == "refused" and action.target is not None and action.reason != "interrupted":
             granted.pop(action.id, None)
+
+
+def _is_late(action: Action, last: Action | None, *, is_granted: bool) -> bool:
+    """Whether a record was written by a replica that had not read the last one. An outcome has the target of its
+    intention; what is refused without one was never begun by who wrote that."""
+    if last is None or action.state == "undone":
+        return False
+    is_outcome = action.state in ("intended", "done") or (action.state == "refused" and action.target is not None)
+    return last.state in OVER or (last.state == "intended" and is_granted and not is_outcome)
 
 
 def is_repeated(action: Action, last: Action | None) -> bool:

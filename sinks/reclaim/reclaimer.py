@@ -314,7 +314,11 @@ class Reclaimer:
             return
         budget = self.settings.event_budget if kind == "event" else self.settings.budget
         spent = Objection("budget", f"the budget of {budget} an hour is spent: it is tried again")
-        if not self.ledger.has_room(kind, self._now_ms()) or not await self._write(intention, abandon):
+        is_granted = self.ledger.has_room(intention, self._now_ms()) and await self._write(intention, abandon)
+        last = self.ledger.last(intention.id)
+        if last is not None and last.state in OVER:
+            return  # by another replica, whose records were not read before
+        if not is_granted:
             await self._refuse(firing, kind, spent, abandon)
             return
         if abandon.is_set():

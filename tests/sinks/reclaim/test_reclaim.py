@@ -15,7 +15,7 @@ from sinks.reclaim.ledger import HOUR_MS as LEDGER_HOUR_MS
 from sinks.reclaim.ledger import Ledger
 from tests.sinks.alerts import START_MS, alert
 from tests.sinks.reclaim.fakes import HOUR_MS, Fault, Killed, Replica, World, away, over, status
-from topics.actions import Action, action_id
+from topics.actions import Action, Target, action_id
 from topics.alerts import Alert, time
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/ml/deployments/web"
@@ -484,7 +484,8 @@ def _intention(number: int, kind: str = "scale", state: str = "intended") -> Act
     firing = alert(f"pod-{number}")
     return Action(
         schema=1, id=action_id(firing, kind), state=state, at=firing.starts_at, by="x", cluster="c1", namespace="ml",
-        action=kind, alert=firing.name, fingerprint=firing.fingerprint, starts_at=firing.starts_at,
+        action=kind, target=Target(api_version="v1", kind="Pod", name=f"pod-{number}", uid="uid"), alert=firing.name,
+        fingerprint=firing.fingerprint, starts_at=firing.starts_at,
     )  # fmt: skip
 
 
@@ -620,6 +621,43 @@ def test_a_late_refusal_does_not_undo_done() -> None:
         ledger.add(_intention(0, state=state), START_MS)
     assert (last := ledger.last(_intention(0).id)) is not None
     assert (last.state, ledger.left("stop", START_MS)) == ("done", 0)
+
+
+def test_what_another_replica_decides_before_it_has_read_an_intention_frees_no_budget() -> None:
+    ledger = Ledger("c1", {"stop": 1, "event": 0})
+    late = msgspec.structs.replace(_intention(0, state="refused"), target=None, reason="opted_out")
+    for action in (_intention(0), late, _intention(1)):
+        ledger.add(action, START_MS)
+    assert (ledger.verdict(_intention(0)), ledger.verdict(_intention(1))) == (True, False)
+    assert _intention(0) in ledger.unsettled()
+
+
+def test_an_interrupted_action_keeps_its_place_in_the_budget() -> None:
+    ledger = Ledger("c1", {"stop": 1, "event": 0})
+    interrupted = msgspec.structs.replace(_intention(0, state="refused"), reason="interrupted")
+    for action in (_intention(0), interrupted, _intention(1)):
+        ledger.add(action, START_MS)
+    assert ledger.verdict(_intention(1)) is False, "the request of the other may still be made"
+    assert ledger.has_room(_intention(0), START_MS)
+    assert not ledger.has_room(_intention(1), START_MS)
+
+
+async def test_what_another_replica_did_is_not_done_again_by_one_that_reads_of_it_only_now() -> None:
+    world = World("scale")
+    world.write(world.deployment())
+    first, second = world.replica(), world.replica()
+    world.replicas.remove(second)  # it reads nothing of gpu.actions for now
+    await first.run()
+    world.api.put(DEPLOYMENT, "Deployment", "apps/v1", spec={"replicas": 3})
+
+    async def send(action: Action) -> None:
+        world.log.append(action)
+        for written in world.log:
+            second.hear(written, world.now_ms)
+
+    second.reclaimer._send = send
+    await second.run()
+    assert (replicas(world), len(world.api.changes)) == (3, 1)
 
 
 @pytest.mark.parametrize("what", ["the pod opts out", "the alert is resolved"])
