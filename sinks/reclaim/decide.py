@@ -240,6 +240,12 @@ def is_done(obj: Json | None, action: str) -> bool:
     return action in (annotations.get(RECLAIMED_BY), annotations.get(UNDONE))
 
 
+def changed_by(action: str, facts: Facts) -> bool:
+    """Whether one of the objects shows that an action has changed it."""
+    objects = [obj for chain in facts.owners.values() for obj in chain]
+    return any(is_done(obj, action) for obj in (*objects, facts.workload))
+
+
 def event_name(action: str, uid: str) -> str:
     """The name of an action's Event about an object. It is always the same, so there is only one."""
     return f"gpustream.{action}.{uid}"

@@ -37,6 +37,7 @@ class Ledger:
     def __init__(self, cluster: str, budgets: Mapping[str, int]) -> None:
         self._cluster, self._budgets = cluster, budgets
         self._last: dict[str, Action] = {}
+        self._intentions: dict[str, Action] = {}
         self._unsettled: dict[str, Action] = {}
         self._granted: dict[str, dict[str, int]] = {budget: {} for budget in budgets}
         self._read: deque[tuple[Action, bool]] = deque(maxlen=_REMEMBERED)
@@ -52,6 +53,10 @@ class Ledger:
     def last(self, action: str) -> Action | None:
         """The last record of an action, by its id; None if there is none."""
         return self._last.get(action)
+
+    def intention(self, action: str) -> Action | None:
+        """The last intention of an action, whatever became of it; None if there is none."""
+        return self._intentions.get(action)
 
     def unsettled(self) -> list[Action]:
         """The actions that are planned, or intended and without an outcome."""
@@ -81,6 +86,7 @@ class Ledger:
         if action.state in ("intended", "planned"):
             self._unsettled[action.id] = action
         if action.state == "intended":
+            self._intentions[action.id] = action
             at_ms = logged_ms if logged_ms > 0 else milliseconds(action.at)
             if granted.get(action.id, -HOUR_MS) <= at_ms - HOUR_MS:  # else it was granted already
                 granted.pop(action.id, None)

@@ -30,6 +30,7 @@ from sinks.reclaim.decide import (
     Objection,
     Watched,
     WorkloadChange,
+    changed_by,
     decide,
     describe,
     due_ms,
@@ -279,7 +280,10 @@ class Reclaimer:
         stops = [decision for kind, decision in decisions.items() if kind != "event"]
         can_stop = any(isinstance(stop, WorkloadChange) or stop.reason != "unsupported" for stop in stops)
         for kind, decision in decisions.items():
-            if isinstance(decision, Objection):
+            intention = self.ledger.intention(action_id(firing.alert, kind))
+            if intention is not None and changed_by(intention.id, facts):
+                await self._write(_next_state(intention, "done"), abandon)  # after it was taken for refused
+            elif isinstance(decision, Objection):
                 if decision.reason != "unsupported" or not can_stop:
                     await self._refuse(firing, kind, decision, abandon)
                 wait_s = CHECK_REFUSED_S if len(decisions) == 1 else wait_s

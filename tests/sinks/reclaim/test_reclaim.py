@@ -20,6 +20,7 @@ from topics.alerts import Alert, time
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/ml/deployments/web"
 POD = "/api/v1/namespaces/ml/pods/web-0"
+Json = dict[str, Any]
 
 
 def annotate(world: World, path: str, **annotations: str) -> None:
@@ -658,6 +659,28 @@ async def test_what_another_replica_did_is_not_done_again_by_one_that_reads_of_i
     second.reclaimer._send = send
     await second.run()
     assert (replicas(world), len(world.api.changes)) == (3, 1)
+
+
+async def test_a_change_that_is_made_after_its_request_was_given_up_is_written_as_done_and_not_made_again() -> None:
+    world = World("scale")
+    world.write(world.deployment())
+    requests: list[Json] = []
+
+    async def give_up(target: Target, namespace: str, content: Json) -> Json | None:
+        requests.append(content)
+        raise Unreachable("timeout", "no answer")
+
+    sink = world.replica()
+    change, sink.reclaimer.cluster.change = sink.reclaimer.cluster.change, give_up  # type: ignore[method-assign]
+    await sink.run()
+    annotate(world, POD, reclaim="off")
+    await sink.run(later_ms=10_000)
+    assert world.states() == ["intended", "refused interrupted", "refused opted_out"]
+    world.api.patch(DEPLOYMENT, world.api.objects[DEPLOYMENT], requests[0])
+    sink.reclaimer.cluster.change = change  # type: ignore[method-assign]
+    await sink.run(later_ms=300_000)
+    await world.replica().run(later_ms=300_000)
+    assert (world.states()[3:], replicas(world), world.log[-1].replicas) == (["done"], 0, 2)
 
 
 @pytest.mark.parametrize("what", ["the pod opts out", "the alert is resolved"])
