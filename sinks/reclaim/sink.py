@@ -143,13 +143,15 @@ class ReclaimPartition:
             self._watched.pop(key_of(record), None)
             self._known.discard(key_of(record))
             return False
-        if alert.cluster != settings.cluster or alert.name not in settings.alert_names:
+        if alert.cluster != settings.cluster:
             return False
+        self._known.add(alert.fingerprint)
+        if alert.name not in settings.alert_names:
+            return False  # what was begun about it is settled all the same
         is_new = self._transitions.is_news(alert)
         if not is_new and not self._transitions.is_last(alert):
             return False  # an earlier state
         self._transitions.update(record, alert)
-        self._known.add(alert.fingerprint)
         before = self._watched.pop(alert.fingerprint, None)
         if is_new:
             self._check_at_s.pop(alert.fingerprint, None)

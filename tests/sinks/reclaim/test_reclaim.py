@@ -292,6 +292,21 @@ async def test_a_planned_action_ends_with_the_alert_or_with_the_opt_in_of_its_na
     assert world.states("scale") == ["planned", "ended not_opted_in"]
 
 
+async def test_what_was_begun_about_an_alert_that_is_not_acted_on_any_more_gets_its_end() -> None:
+    world = World("event=1s, scale=4h")
+    world.write(world.deployment())
+    first = world.replica()
+    await first.run()
+    first.kill_at = "before done"
+    with pytest.raises(Killed):
+        await first.run(later_ms=1000)
+    assert (world.states("event"), world.states("scale")) == (["planned", "intended"], ["planned"])
+    world.replicas.remove(first)
+    await world.replica(alert_names=("GPUStalled",)).run(later_ms=1000)
+    assert world.states("event")[1:] == ["intended", "done"]
+    assert world.states("scale") == ["planned", "ended resolved"]
+
+
 async def test_the_least_time_of_the_operator_overrides_a_shorter_one_of_a_namespace() -> None:
     world = World("scale=1s")
     world.write(world.deployment())
