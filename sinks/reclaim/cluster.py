@@ -176,9 +176,12 @@ def _object(answer: Answer) -> Json | None:
     if answer.status != 200:
         return None
     try:
-        return msgspec.json.decode(answer.body, type=Json)
+        obj: Json = msgspec.json.decode(answer.body, type=Json)
     except UNDECODABLE as error:
         raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {error}") from error
+    if "kind" not in obj:
+        raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {message(answer.body)}")
+    return obj
 
 
 def _path_of(target: Target, namespace: str) -> str:

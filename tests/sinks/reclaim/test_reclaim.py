@@ -356,7 +356,10 @@ async def test_a_right_to_read_that_is_missing_is_named() -> None:
         away,
         lambda *_: status(429, "slow", 7.0),
         lambda *_: status(503),
-        *[lambda *_, body=body: Answer(200, body, None) for body in (b"<html>", b"[1]", b'{"a":"\xff"}')],
+        *[
+            lambda *_, body=body: Answer(200, body, None)
+            for body in (b"<html>", b"[1]", b'{"a":"\xff"}', b'{"error":1}')
+        ],
     ],
 )
 async def test_an_api_server_that_is_away_is_waited_for_and_nothing_is_decided(fault: Fault) -> None:
