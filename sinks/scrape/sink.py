@@ -4,7 +4,7 @@ In: records of gpu.attributed, in the order of their partition. Out: the latest 
 gpu.dead-letters; the outcome of each record.
 State: for each node, the identity and the series of its last tick, and when it came. After a restart it is read back
 from the log. Not shown are series that are missing from a node's last tick, nodes that have been silent for
-``--stale-after``, ticks that are written or read so late, and revoked partitions.
+``--stale-after``, ticks that are read so late, and revoked partitions.
 On failure: the sink waits for Kafka to come back. Meanwhile nothing older than ``--stale-after`` is shown.
 """
 
@@ -190,13 +190,11 @@ class ScrapePartition:
         """Show a tick in place of the node's last one, or put it into the node's window and show what that closes.
 
         ``logged_ms``: its log time. By that or by its node's clock, whichever is later, it came; but not before the
-        partition was last read to its end, so that a clock of this host that is ahead hides nothing that comes now. How
-        long it waited until it was logged counts, too.
+        partition was last read to its end, so that a clock of this host that is ahead hides nothing that comes now.
         """
         node = self._nodes.get((sample.cluster, sample.node))
         age_s = self._shared.wall_s() - max(sample.ts_ms, logged_ms) / 1000
-        waited_s = max(0, logged_ms - sample.ts_ms) / 1000
-        came_s = max(self._shared.now_s() - max(0.0, age_s), self._at_end_s) - waited_s
+        came_s = max(self._shared.now_s() - max(0.0, age_s), self._at_end_s)
         verdict = replays.verdict(node.last if node else None, sample)
         if verdict == "replay":
             return "duplicate"
