@@ -179,7 +179,7 @@ def _object(answer: Answer) -> Json | None:
         obj: Json = msgspec.json.decode(answer.body, type=Json)
     except UNDECODABLE as error:
         raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {error}") from error
-    if "kind" not in obj:
+    if obj.keys().isdisjoint({"metadata", "items", "preferredVersion"}):  # neither an object, a list nor a group
         raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {message(answer.body)}")
     return obj
 

@@ -88,7 +88,7 @@ class Api:
                 for object_path, item in self.objects.items()
                 if object_path.startswith(url.path + "/") and _label(item) in selector
             ]
-            return Answer(200, json.dumps({"kind": "List", "items": items}).encode(), None)
+            return Answer(200, json.dumps({"items": items}).encode(), None)
         existing = self.objects.get(url.path) or self.events.get(url.path)
         if existing is None:
             return status(404)
@@ -161,7 +161,7 @@ class World:
     def kueue(self, uid: str, name: str = "job-train", **spec: Any) -> Json:
         """The Workload by which Kueue queues an object."""
         version = "kueue.x-k8s.io/v1beta1"
-        self.api.objects["/apis/kueue.x-k8s.io"] = {"kind": "APIGroup", "preferredVersion": {"groupVersion": version}}
+        self.api.objects["/apis/kueue.x-k8s.io"] = {"preferredVersion": {"groupVersion": version}}
         labels = {"labels": {"kueue.x-k8s.io/job-uid": uid}}
         path = f"/apis/{version}/namespaces/ml/workloads/{name}"
         return self.api.put(path, "Workload", version, spec=spec, metadata=labels)
