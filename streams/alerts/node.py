@@ -26,6 +26,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.caught_up import PartitionState
 from topics.alerts import Alert, AlertGroup
+from topics.topic import UNDECODABLE
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
 """How a tick was handled. ``judged``: it was new. ``new_log``: it was new, and the offsets of gpu.samples begin again
@@ -207,7 +208,7 @@ class PartitionNodes(PartitionState):
         """Note from a gpu.workloads record whether the cluster still has a node. A record that can't be decoded is
         ignored: attribution dead-letters it."""
         self._removed_ms.pop(key, None)
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        with contextlib.suppress(*UNDECODABLE):
             if value and msgspec.json.decode(value, type=_Removal).removed:
                 self._removed_ms[key] = logged_ms
 

@@ -10,7 +10,7 @@ import msgspec
 from topics.attributed import AttributedSample, AttributedTick, Attribution, Parts
 from topics.idleness import Ratios
 from topics.samples import Mig, State
-from topics.topic import UInt, decoder
+from topics.topic import UNDECODABLE, UInt, decoder
 
 JSON_NULL = msgspec.Raw(b"null")
 
@@ -74,5 +74,5 @@ def decode(value: bytes) -> CountedTick:
     """The tick of a record. If it has null in fields that are usually absent, it is decoded a second time."""
     try:
         return _strict.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return _strict.decode(msgspec.json.encode(_decode_sample(value)))
