@@ -96,7 +96,10 @@ def test_a_node_and_an_nvidia_smi_of_one_opinion_are_a_report_and_fixtures(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
     fake_smi(tmp_path / "bin", {UUID.format(gpu): said_of(gpu) for gpu in range(2)})
-    completed = make_gpu(tmp_path, "2", machine)
+    for seconds in ("2", "8", "32"):  # on a busy machine few answers of nvidia-smi come on both sides of a tick
+        completed = make_gpu(tmp_path, seconds, machine)
+        if completed.returncode == 0:
+            break
     assert (completed.returncode, completed.stderr) == (0, ""), completed.stdout + completed.stderr
     report = (tmp_path / "out" / "report.md").read_text()
     assert "**Of one opinion about all 27 values.**" in report
@@ -111,9 +114,12 @@ def test_where_they_disagree_the_report_says_about_what_and_it_fails(machine: di
     rows = {UUID.format(gpu): said_of(gpu) for gpu in range(2)}
     rows[UUID.format(1)] |= {"temperature.gpu": "77", "fan.speed": "[N/A]"}
     fake_smi(tmp_path / "bin", rows)
-    completed = make_gpu(tmp_path, "2", machine)
+    for seconds in ("2", "8", "32"):
+        completed = make_gpu(tmp_path, seconds, machine)
+        report = (tmp_path / "out" / "report.md").read_text()
+        if "Not of one opinion" in report:
+            break
     assert completed.returncode == 1
-    report = (tmp_path / "out" / "report.md").read_text()
     (disagreeing,) = re.findall(r"\*\*Not of one opinion: (.*)\.\*\*", report)
     assert {"temperature_celsius", "fan_speed_ratio"} <= set(
         disagreeing.split(", ")

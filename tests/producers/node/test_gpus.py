@@ -178,13 +178,18 @@ async def test_a_hanging_call_is_counted_when_it_returns_and_its_answer_is_not_o
     assert await bench.states() == OK
 
 
-async def let_hang(bench: Bench, *uuids: str) -> None:
-    """Let every call to these GPUs hang, until all the threads that they may have wait."""
-    for uuid in uuids:
-        bench.nvml.hang(uuid, "*")
-    for _ in range(reader.MAX_ABANDONED + 1):
-        await bench.read(0.05)
-        bench.clock.now_s += 40
+async def let_hang(bench: Bench, uuid: str) -> None:
+    """Let every call to a GPU hang, until all the threads that it may have wait. On a busy machine some reads end
+    before they leave a call to its thread."""
+
+    def left_calls() -> list[str]:
+        return [reason for reason in bench.gpus.not_ready() if f"({uuid}): nvmlDevice" in reason]
+
+    bench.nvml.hang(uuid, "*")
+    async with asyncio.timeout(60):
+        while len(left_calls()) < reader.MAX_ABANDONED:
+            await bench.read(0.05)
+            bench.clock.now_s += 40
 
 
 async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
