@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,16 @@ class ListenError(Exception):
     exit_code = 1
 
 
+def _keep_log_record(record: logging.LogRecord) -> bool:
+    """Whether to keep a log record of aiohttp: not that a client sends no proper request, or breaks off."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, ConnectionError | HttpProcessingError | web.RequestPayloadError)
+
+
+_requests_log = log.getChild("requests")
+_requests_log.addFilter(_keep_log_record)
+
+
 @contextlib.asynccontextmanager
 async def listening(
     routes: Iterable[web.RouteDef],
@@ -52,7 +63,12 @@ async def listening(
     application = web.Application(middlewares=middlewares)
     application.add_routes(routes)
     runner = web.AppRunner(
-        application, handle_signals=False, access_log=None, shutdown_timeout=_END_S, keepalive_timeout=IDLE_S
+        application,
+        handle_signals=False,
+        access_log=None,
+        logger=_requests_log,
+        shutdown_timeout=_END_S,
+        keepalive_timeout=IDLE_S,
     )
     await runner.setup()
     server = cast("web.Server", runner.server)  # it has one, since it is set up

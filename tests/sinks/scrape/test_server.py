@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -145,7 +146,9 @@ async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch: pytest.M
         writer.close()
 
 
-async def test_a_client_that_does_not_take_the_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_take_the_answer_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(server, "ANSWER_S", 0.2)
     monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(32 << 20))
     async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
@@ -155,6 +158,7 @@ async def test_a_client_that_does_not_take_the_answer_loses_its_connection(monke
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await asyncio.wait_for(reader.readexactly(32 << 20), 10)
         writer.close()
+    assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
 
 
 async def test_head_says_what_get_would_be_without_rendering_it() -> None:

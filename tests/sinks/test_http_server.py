@@ -1,0 +1,77 @@
+"""The HTTP server of the sinks: what it logs of its clients."""
+
+import asyncio
+import logging
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from socket import SO_LINGER, SOL_SOCKET
+
+import pytest
+from aiohttp import web
+
+from sinks.http_server import listening
+
+
+async def _endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(bytes(1 << 20))
+
+
+async def _failing(_: web.Request) -> web.Response:
+    raise ValueError("a fault of ours")
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Serves while inside; gives a connection."""
+    routes = [web.get("/endless", _endless), web.get("/failing", _failing)]
+    async with listening(routes, ("127.0.0.1", 0), option="--listen") as address:
+        reader, writer = await asyncio.open_connection(*address, limit=1024)
+        yield reader, writer
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        "GET /endless HTTP/9.9\r\nHost: x\r\n\r\n",
+        "GET /endless HTTP/1.1\r\n\r\n",
+        "GET /endless HTTP/1.1\r\nHost: x\r\n: no name\r\n\r\n",
+        f"GET /{'a' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET http://[::1/endless HTTP/1.1\r\nHost: x\r\n\r\n",
+        "POST /endless HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnone",
+    ],
+)
+async def test_a_request_that_is_none_is_answered_and_not_logged(
+    request_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as (reader, writer):
+        writer.write(request_.encode())
+        answer = await reader.read(1024)
+        while await reader.read(1024):
+            continue
+
+    assert answer.split()[1] in (b"400", b"405")
+    assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
+
+
+async def test_a_client_that_breaks_off_within_an_answer_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (reader, writer):
+        writer.write(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readexactly(1024)
+        writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
+
+
+async def test_a_fault_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (reader, writer):
+        writer.write(b"GET /failing HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"500"
+
+    (entry,) = [entry for entry in caplog.records if entry.levelno == logging.ERROR]
+    assert "a fault of ours" in str(entry.exc_info)
