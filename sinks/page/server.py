@@ -170,8 +170,10 @@ class PageServer:
         response.content_type = "text/event-stream"
         if compress:
             response.headers["Content-Encoding"] = "gzip"
+        if request.method == "HEAD":
+            return response
         await response.prepare(request)
-        with self._watching(metric):
+        with self._watching(metric), contextlib.suppress(ConnectionResetError):  # raised when the page is closed
             try:
                 if compress:
                     await response.write(frames.GZIP_HEADER)
@@ -184,8 +186,6 @@ class PageServer:
             except TimeoutError:
                 if request.transport is not None:
                     request.transport.abort()
-            except ConnectionResetError:
-                pass  # the page was closed
         return response
 
     @contextlib.contextmanager

@@ -159,6 +159,18 @@ async def test_further_pages_than_the_most_come_back_later(monkeypatch: pytest.M
             assert (await second.text()).startswith("retry: 10000\nevent: busy\n")
 
 
+async def test_head_says_what_get_would_and_opens_no_page() -> None:
+    bench = bench_of()
+    async with bench.serving():
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(bench.url.rpartition(":")[2]))
+        writer.write(b"HEAD /events HTTP/1.1\r\nHost: localhost\r\n\r\nGET /none HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"Content-Type: text/event-stream\r\n" in head
+        assert await reader.readline() == b"HTTP/1.1 404 Not Found\r\n"
+        writer.close()
+
+
 async def test_below_a_prefix_everything_is_below_it() -> None:
     bench = bench_of("/gpus/")
     async with bench.serving() as client:
