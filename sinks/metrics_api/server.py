@@ -165,12 +165,12 @@ class Api:
         """A metric of a pod or workload; for the name ``*`` of all, or of all pods that match the label selector."""
         metric, selector, label_selector = _parameters(request)
         namespace, resource, name = (request.match_info[part] for part in ("namespace", "resource", "name"))
-        pods = self._pods(namespace, selector)
         plural, _, group = resource.partition(".")
-        if plural == "pods" and not group:
-            selected = None
-            if self._cluster is not None and name == "*" and label_selector:
-                selected = await self._cluster.pods(namespace, label_selector)
+        of_pods, selected = plural == "pods" and not group, None
+        if self._cluster is not None and of_pods and name == "*" and label_selector:
+            selected = await self._cluster.pods(namespace, label_selector)
+        pods = self._pods(namespace, selector)  # not before the list came: a value may be too old by then
+        if of_pods:
             objects: list[tuple[DescribedObject, PodHoldings]] = [
                 (DescribedObject("Pod", pod, namespace), {pod: held})
                 for pod, held in pods.items()

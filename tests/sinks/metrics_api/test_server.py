@@ -147,6 +147,24 @@ async def test_a_value_that_is_too_old_is_not_found_and_never_zero() -> None:
     assert every.content["items"] == []
 
 
+async def test_a_value_that_became_too_old_while_pods_were_listed_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench({}) as server:
+
+        async def list_slowly(*_: object) -> set[str]:
+            server.now_s += 10.0
+            return {"p", "q"}
+
+        monkeypatch.setattr(Pods, "pods", list_slowly)
+        server.tick(1, device("GPU-a", holder("p"), used=0.25))
+        server.now_s += STALE_S - 5.0
+        server.tick(1, device("GPU-b", holder("q"), used=0.5), node="n2")
+        answer = await server.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=app%3Dinfer")
+
+    assert answer.values == {"q": "500m"}
+
+
 async def test_a_pod_with_a_cron_job_above_its_job_is_of_both() -> None:
     owned = holder("p", workload={"kind": "CronJob", "name": "nightly"}, job="nightly-1")
     async with bench() as server:
