@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sinks.page.fleet import HISTORY_METRICS, STEP_MS, Fleet, ShownDevice
+from sinks.page.fleet import HISTORY_METRICS, SILENT, STEP_MS, Fleet, ShownDevice
 from topics.alerts import Alert, milliseconds
 from topics.catalogue import CATALOGUE
 
@@ -104,7 +104,7 @@ def device(fleet: Fleet, uuid: str) -> Json | None:
         "node": node.tick.node,
         "ts_ms": node.tick.ts_ms,
         "attribution": shown.last.attribution or node.tick.attribution,
-        "silent": node.silent,
+        "word": SILENT if node.silent else shown.sign.decode(),
         "state": shown.last.state,
         "index": shown.last.index,
         "model": shown.last.model,

@@ -45,10 +45,9 @@ export class Detail {
     const focused = this.panel.contains(document.activeElement);
     const showsAll = this.panel.querySelector("details")?.open ?? false;
     const scrolled = this.panel.querySelector("#holders")?.scrollTop ?? 0;
-    const word = of.silent ? "s" : of.words.trimEnd().at(-1) ?? "f";
     const now = Math.max(of.ts_ms, of.first_ms + HOUR_MS);
     const facts = [
-      ["is", `${WORDS[word]}: ${MEANINGS[word]}`], ["model", of.model ?? "not known"], ["cluster", of.cluster],
+      ["is", `${WORDS[of.word]}: ${MEANINGS[of.word]}`], ["model", of.model ?? "not known"], ["cluster", of.cluster],
       ["UUID", of.uuid], ["read at", time(of.ts_ms)],
     ];
     if (of.attribution !== "exact") facts.push(["holders are", of.attribution]);
@@ -58,7 +57,7 @@ export class Detail {
     const list = element("dl");
     for (const [name, value] of facts) list.append(element("dt", {}, name), element("dd", {}, value));
     const title = this.head(`${of.node} GPU ${of.index ?? "?"}`);
-    title.firstChild.prepend(sign(word), " ");
+    title.firstChild.prepend(sign(of.word), " ");
     title.firstChild.firstChild.setAttribute("class", "swatch");
     this.panel.replaceChildren(title, list, ...this.holders(of, now), ...this.charts(of), this.all(of, showsAll));
     this.panel.querySelector("#holders").scrollTop = scrolled;

@@ -61,6 +61,16 @@ def test_a_node_falls_silent_is_back_with_its_next_tick_and_is_forgotten_after_a
     assert fleet.nodes == {}
 
 
+def test_a_device_by_itself_is_what_its_tile_is_also_between_two_readings() -> None:
+    works, lost = device("GPU-a", holder("p-0"), used=0.5), device("GPU-a", holder("p-0"), state="lost")
+    fleet = fleet_of(tick(1, works), tick(2, lost))
+
+    assert signs(fleet) == "x"
+    assert (frames.device(fleet, "GPU-a") or {})["word"] == "x"
+    fleet.expire(2 + SILENT_S + 1)
+    assert (frames.device(fleet, "GPU-a") or {})["word"] == "s"
+
+
 def test_a_replay_changes_nothing() -> None:
     fleet = fleet_of(tick(2, device("GPU-a", holder("p-0"), used=0.5)))
     version = fleet.version
