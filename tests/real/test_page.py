@@ -16,12 +16,13 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from sinks.page.fleet import IDLE_AFTER_MS
+from sinks.page import server
+from sinks.page.fleet import FORGET_S, IDLE_AFTER_MS
 from tests.eventually import eventually
 from tests.real.chromium import Chromium, Page, chromium, find_chromium
 from tests.real.conftest import need
 from tests.sinks.page.bench import Bench
-from tests.sinks.page.ticks import alert, device, holder, hour, tick
+from tests.sinks.page.ticks import START_MS, alert, device, holder, hour, tick
 from topics.attributed import AttributedDevice
 from topics.idleness import device_activity
 
@@ -226,6 +227,32 @@ async def test_it_is_live_again_after_the_server_was_away(page: Page, served: Se
     await page.wait_until("!('stale' in document.body.dataset)")
     assert (await page.text("#total")) == "2 nodes, 16 GPUs"
     page.errors.clear()  # that nobody answered
+
+
+async def test_the_keyboard_goes_on_from_its_tile_when_the_whole_fleet_comes_again(page: Page) -> None:
+    bench = Bench()
+    bench.fleet.add_tick(tick(1, device("GPU-z"), node="n2"), 1.0)
+    gpus = [device(f"GPU-{name}", index=number) for number, name in enumerate("abc")]
+    bench.fleet.add_tick(tick(1, *gpus), FORGET_S)
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#total", "2 nodes, 4 GPUs")
+        await page.value("document.getElementById('map').focus()")
+        await page.press("Home", "ArrowRight")
+        bench.fleet.expire(FORGET_S + 2)
+        bench.pages.make_frames(START_MS + 2000)
+        await page.shows("#total", "1 node, 3 GPUs")
+        await page.press("ArrowRight")
+        assert "n1 GPU 2" in await page.text("#said")
+
+
+async def test_a_page_too_many_says_that_it_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_PAGES", 0)
+    bench = Bench()
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.wait_until("performance.getEntriesByType('resource').some((one) => one.name.includes('/events'))")
+        await page.shows("#status-text", "too many pages are open")
 
 
 async def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page, served: Served) -> None:

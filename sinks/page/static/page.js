@@ -36,6 +36,9 @@ function take(frame) {
     reshape(slot, cluster, name, zone, devices);
     reshaped = true;
   }
+  if (frame.kind === "all") {
+    for (const role of ["cursor", "chosen"]) map[role] = fleet.devices.get(map[role]?.uuid) ?? null;
+  }
   for (const [slot, ts, words, values] of frame.now) {
     const node = fleet.nodes.get(slot);
     if (!node) continue;
@@ -400,9 +403,11 @@ function connect() {
   source?.close();
   source = new EventSource(`events?metric=${encodeURIComponent(shown.metric)}`);
   source.onmessage = (event) => take(JSON.parse(event.data));
-  source.addEventListener("busy", () => live("too many pages are open; trying again", true));
+  let busy = false;
+  source.addEventListener("busy", () => { busy = true; live("too many pages are open; trying again", true); });
   source.onerror = () => {
-    live(heard ? `not live: last heard at ${time(fleet.at)}; trying again` : "no answer; trying again", true);
+    if (busy) busy = false; // the stream ends when it has said so
+    else live(heard ? `not live: last heard at ${time(fleet.at)}; trying again` : "no answer; trying again", true);
     if (source.readyState === EventSource.CLOSED) later();
   };
 }
