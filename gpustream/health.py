@@ -239,6 +239,25 @@ class _TimedReader(io.RawIOBase):
             self._connection.settimeout(CLIENT_S)
 
 
+class _TimedWriter(io.BufferedIOBase):
+    """Writes to a client. One that takes the answer too slowly is gone: wsgiref prints any other error."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def writable(self) -> bool:
+        """True: it can be written to."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Sends all of it."""
+        try:
+            self._connection.sendall(data)
+        except TimeoutError as error:
+            raise ConnectionAbortedError from error
+        return len(data)
+
+
 class _Handler(WSGIRequestHandler):
     """Logs no requests, and drops a client that does not send its whole request in time."""
 
@@ -248,6 +267,7 @@ class _Handler(WSGIRequestHandler):
         self.connection.settimeout(CLIENT_S)
         self.rfile.close()
         self.rfile = io.BufferedReader(_TimedReader(self.connection, time.monotonic() + CLIENT_S))
+        self.wfile = _TimedWriter(self.connection)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parameter's name where it is called
         """Nothing is logged."""

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 import pytest
@@ -22,9 +22,13 @@ from delivery.instruments import Instruments
 from delivery.values import Address
 from gpustream import health as module
 from gpustream.health import Health, ListenError, listening
+from tests.eventually import eventually
 from tests.gpustream.fakes import INSTRUMENTS
 from tests.real.faults import no_descriptors
 from tests.real.pipeline import Gpustream
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 ANYWHERE = Address("127.0.0.1", 0)
 
@@ -137,6 +141,30 @@ async def dribble(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"x")
         await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_does_not_take_the_answer_is_let_go_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLIENT_S", 0.3)
+    long, threads = bytes(32 << 20), list[threading.Thread]()
+
+    def answer(_: "WSGIEnvironment", start: "StartResponse") -> list[bytes]:
+        threads.append(threading.current_thread())
+        start("200 OK", [("Content-Length", str(len(long)))])
+        return [long]
+
+    async with listening(answer, ANYWHERE) as address:
+        assert address is not None
+        reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        (thread,) = await eventually(lambda: threads)
+        await asyncio.to_thread(thread.join)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(len(long))
+        writer.close()
+
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
 
 
 @pytest.mark.slow
