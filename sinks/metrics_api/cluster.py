@@ -62,7 +62,7 @@ class _Object(msgspec.Struct):
 
 class _Pods(msgspec.Struct):
     metadata: _Meta
-    items: list[_Object] = []
+    items: list[_Object] | None = None  # the API server writes null if it was asked for the metadata only
 
 
 class _Service(msgspec.Struct):
@@ -150,7 +150,7 @@ class ApiServer:
                 if answer.status != 200:
                     raise Unreachable("connection", f"it does not list pods ({answer.status}): {message(answer.body)}")
                 page = _decoded(answer.body, _Pods)
-                names.update(pod.metadata.name for pod in page.items)
+                names.update(pod.metadata.name for pod in page.items or ())
                 if not page.metadata.continue_:
                     return names
                 params["continue"] = page.metadata.continue_

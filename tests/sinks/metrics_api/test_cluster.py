@@ -108,6 +108,20 @@ async def test_pods_are_read_page_by_page_with_the_selector_as_it_was_given() ->
     assert client.asked == [(PODS, first), (PODS, {**first, "continue": "more"})]
 
 
+async def test_a_page_without_pods_is_one_as_the_api_server_writes_it() -> None:
+    cluster, _ = api_server(
+        {
+            PODS: [
+                (200, {"metadata": {"continue": "more"}, "items": [{"metadata": {"name": "p"}}]}),
+                (200, {"metadata": {}, "items": None}),
+            ]
+        }
+    )
+
+    assert await cluster.pods("ml", "app=infer") == {"p"}
+    assert await cluster.pods("ml", "app=none") == set()
+
+
 async def test_a_namespace_can_not_lead_to_another_path() -> None:
     cluster, client = api_server(
         {f"/api/v1/namespaces/{quote('a/../b', safe='')}/pods": [(200, {"metadata": {}, "items": []})]}
