@@ -44,6 +44,9 @@ COMPONENTS = {
 }
 """The values of each component, and the command that it runs."""
 
+SEVERAL_GROUPS = {"sink alertmanager"}
+"""The commands that read in a group for each receiver. The names of those begin with that of the command's group."""
+
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 ANY_LIST: dict[str, Any] = {"type": "array"}
 TEXT: dict[str, Any] = {"type": "string"}
@@ -367,8 +370,15 @@ def kafka() -> dict[str, Any]:
         for acl in of_commands[command]:
             kind = {"TransactionalId": "transactionalId"}.get(acl.resource, acl.resource.lower())
             operations.setdefault((kind, acl.name), []).append(acl.operation)
+        group_pattern = "prefix" if command in SEVERAL_GROUPS else "literal"
         acls_by_command[command] = [
-            {"type": kind, "name": name, "operations": granted} for (kind, name), granted in operations.items()
+            {
+                "type": kind,
+                "name": name,
+                "patternType": group_pattern if kind == "group" else "literal",
+                "operations": granted,
+            }
+            for (kind, name), granted in operations.items()
         ]
     topics = [{"name": topic.name, "config": topic.settings()} for topic in load_topics().values()]
     return {"topics": topics, "acls": acls_by_command}
@@ -424,7 +434,7 @@ def kafka_users(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "type": "simple",
                     "acls": [
                         {
-                            "resource": {"type": acl["type"], "name": acl["name"], "patternType": "literal"},
+                            "resource": {key: acl[key] for key in ("type", "name", "patternType")},
                             "operations": acl["operations"],
                         }
                         for acl in contents["acls"][command]

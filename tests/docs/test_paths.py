@@ -43,6 +43,7 @@ OF_OTHERS = {
     "--help",
     "--reset-then-reuse-values",  # Helm's
     "--reuse-values",
+    "--resource-pattern-type",  # Kafka's
     "--hot",  # of benchmarks
     "--sink",
 }

@@ -1,6 +1,7 @@
 """The manifests of k8s/, held against the command, the Compose file and one another: no Kubernetes needed."""
 
 import dataclasses
+import json
 import re
 import textwrap
 import tomllib
@@ -23,6 +24,7 @@ from sinks.metrics_api.cluster import AUTHENTICATION
 from sinks.metrics_api.custom_metrics import GROUP, VERSIONS
 from sinks.reclaim.cluster import PLURALS
 from sinks.reclaim.decide import KUEUE, SCALED, SUSPENDED
+from sinks.settings import AlertmanagerSettings
 from streams import STREAMS
 from tests.command_line import parsed
 from tests.docs.page import blocks
@@ -582,6 +584,24 @@ def test_the_reclaim_sink_reads_what_it_looks_at_and_changes_nothing_without_its
     for name in ("gpustream-reclaim", "gpustream-reclaim-act"):
         (binding,) = [binding for binding in OBJECTS if binding.kind == "ClusterRoleBinding" and binding.name == name]
         assert binding.content["subjects"] == [{"kind": "ServiceAccount", "name": "reclaim", "namespace": "gpustream"}]
+
+
+def test_the_alertmanager_sinks_user_may_read_the_group_of_each_of_several_alertmanagers() -> None:
+    (addresses,) = [
+        literal.removeprefix("GPUSTREAM_URL=").split()
+        for generator in kustomizations()[K8S / "overlays" / "production"]["configMapGenerator"]
+        if generator["name"] == "alertmanager"
+        for literal in generator["literals"]
+    ]
+    settings = AlertmanagerSettings(kafka="kafka:9092", urls=tuple(addresses))
+    of_user = the("KafkaUser", "gpustream-alertmanager").content["spec"]["authorization"]["acls"]
+    of_chart = json.loads((K8S / "helm/gpustream/files/kafka.json").read_text())["acls"]["sink alertmanager"]
+    for acls in ([acl["resource"] for acl in of_user], of_chart):
+        (acl,) = [acl for acl in acls if acl["type"] == "group"]
+        groups = {settings.group_of(url) for url in settings.urls}
+        assert len(groups) == 2
+        assert acl["patternType"] == "prefix"
+        assert all(group.startswith(acl["name"]) for group in groups)
 
 
 def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:
