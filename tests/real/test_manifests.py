@@ -796,8 +796,9 @@ def test_the_chart_is_the_base_and_its_components(overlay: Render, tmp_path: Pat
 def comparable(manifests: list[Manifest]) -> dict[tuple[str, str], Any]:
     """What each object does, without names of a release or a hash, and with the environment as its process sees it.
 
-    On purpose the chart takes no options from ConfigMaps, wants the Secrets that it is given to be there, and makes the
-    topics by a hook, which need not end by itself.
+    On purpose the chart takes no options from ConfigMaps, restarts pods for other rules by an annotation and not by a
+    ConfigMap's name, wants the Secrets that it is given to be there, and makes the topics by a hook, which need not end
+    by itself.
     """
     maps = {"webhook": WEBHOOK} | config_maps_in(manifests)
     comparable_objects = {}
@@ -806,6 +807,7 @@ def comparable(manifests: list[Manifest]) -> dict[tuple[str, str], Any]:
             (container,) = pod["spec"]["containers"]
             container["env"] = environment(container, maps)
             container.pop("envFrom", None)
+            pod["metadata"].pop("annotations", None)
             if manifest["kind"] == "Job":
                 manifest["spec"].pop("ttlSecondsAfterFinished", None)
                 del container["args"], container["env"]
@@ -990,6 +992,16 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
     assert {str(Path(path).parent) for path in paths} == {"/var/lib/k0s/kubelet"}
     (monitor,) = [manifest for manifest in manifests if manifest["kind"] == "ServiceMonitor"]
     assert monitor["spec"]["endpoints"][0]["honorLabels"] is False
+
+
+def test_pods_of_alerts_restart_when_their_rules_change_and_no_others(tmp_path: Path) -> None:
+    """They read the file at their start only."""
+    by_rules = [
+        {pod["spec"]["containers"][0]["name"]: pod for pod in templates(chart(values_of_a_site(tmp_path / "v", site)))}
+        for site in ({"alerts": {"rules": "# one\n"}}, {"alerts": {"rules": "# two\n"}})
+    ]
+    one, two = by_rules
+    assert {name for name in one if one[name] != two[name]} == {"alerts"}
 
 
 def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@
 {{- $isJob := eq $c.kind "Job" }}
 {{- $isApi := eq $c.name "metrics-api" }}
 {{- $secret := $c.secret }}
+{{- $rules := eq $c.name "alerts" | ternary $c.rules "" }}
 {{- $login := and $root.Values.strimzi.users (ne $root.Values.strimzi.authentication "tls-external") }}
 {{- $options := include "gpustream.options" (list $root $c) | fromYaml }}
 metadata:
@@ -17,10 +18,15 @@ metadata:
     {{- include "gpustream.site-labels" (list (printf "podLabels of %s" $c.name) .) }}
     {{- include "gpustream.texts" . | trim | nindent 4 }}
     {{- end }}
-  {{- with $c.podAnnotations }}
+  {{- if or $c.podAnnotations $rules }}
   annotations:
     {{- include "gpustream.texts" . | trim | nindent 4 }}
+    {{- with $c.podAnnotations }}
   {{- end }}
+    {{- end }}
+    {{- with $rules }}
+    checksum/rules: {{ sha256sum . | quote }} # it reads them at its start only
+    {{- end }}
 spec:
   {{- if $isJob }}
   restartPolicy: OnFailure
@@ -151,7 +157,7 @@ spec:
         {{- if or $secret $isApi }}
         - {name: credentials, mountPath: {{ $of }}, readOnly: true}
         {{- end }}
-        {{- if and (eq $c.name "alerts") $c.rules }}
+        {{- if $rules }}
         - {name: rules, mountPath: /etc/gpustream/alert-rules, readOnly: true}
         {{- end }}
         {{- with $c.extraVolumeMounts }}
@@ -202,7 +208,7 @@ spec:
     - name: credentials
       secret: {secretName: {{ $secret }}, defaultMode: 0440}
     {{- end }}
-    {{- if and (eq $c.name "alerts") $c.rules }}
+    {{- if $rules }}
     - name: rules
       configMap: {name: {{ $c.fullname }}-rules}
     {{- end }}
