@@ -1049,6 +1049,39 @@ def test_a_name_or_an_amount_that_looks_like_a_number_is_still_a_text(tmp_path: 
     assert {type(text) for text in texts} == {str}
 
 
+def test_a_name_of_the_sites_that_looks_like_a_number_is_still_a_text(tmp_path: Path) -> None:
+    site: Manifest = {
+        "kafkaSecret": "1234",
+        "keda": {"enabled": True, "authentication": "1234"},
+        "monitors": {"enabled": True, "interval": "1234"},
+        "strimzi": {"topics": True, "users": True, "cluster": "1234"},
+        "defaults": {"autoscaling": {"enabled": True}, "secret": "1234", "serviceAccountName": "1234"},
+        "node": {"priorityClassName": "1234", "runtimeClassName": "1234", "resourceQuota": True},
+        "remoteWrite": {"options": {"group": 2_000_000}},
+        "usage": {"enabled": True},
+        "parquet": {"enabled": True, "storage": {"className": "1234"}},
+        "metricsApi": {"enabled": True, "tlsSecret": "1234", "aggregated": True, "certificate": {"enabled": True}},
+    }
+    manifests = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    assert "1234" in scalars(manifests)
+    assert 1234 not in scalars(manifests)
+    (scaled,) = [
+        manifest
+        for manifest in manifests
+        if (manifest["kind"], manifest["metadata"]["name"]) == ("ScaledObject", "gpustream-remote-write")
+    ]
+    assert scaled["spec"]["triggers"][0]["metadata"]["consumerGroup"] == "2000000"
+
+
+def scalars(node: object) -> set[object]:
+    """The texts, numbers and switches of an object, at any depth."""
+    if isinstance(node, Mapping):
+        return scalars(list(node.values()))
+    if isinstance(node, list):
+        return {scalar for part in node for scalar in scalars(part)}
+    return {node}
+
+
 def test_a_prefix_of_a_component_reaches_its_pods_its_trigger_and_its_rights(tmp_path: Path) -> None:
     values = {
         "options": {"topic-prefix": "prod."},

@@ -203,3 +203,9 @@ kafka-ca: {{ $files }}/ca.crt
 {{ include "gpustream.fullname" . }}-keda
 {{- end }}
 {{- end }}
+{{- /* In: [root, settings, the group of its command]. Out: the group that the component reads in. */ -}}
+{{- define "gpustream.group" -}}
+{{- $group := (index . 1).options.group | default (index . 2) }}
+{{- include "gpustream.topic-prefix" . }}{{ kindIs "string" $group | ternary $group (toJson $group) }}
+{{- end }}
+

@@ -39,7 +39,7 @@ spec:
   serviceAccountName: {{ $c.fullname }}
   {{- else }}
   {{- with and $isNode $root.Values.openshift | ternary $c.fullname $c.serviceAccountName }}
-  serviceAccountName: {{ . }}
+  serviceAccountName: {{ . | quote }}
   {{- end }}
   automountServiceAccountToken: false
   {{- end }}
@@ -49,10 +49,10 @@ spec:
   hostPID: true # NVML gives the PIDs of the host; their control groups say which pod each is of
   {{- end }}
   {{- with $c.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with $c.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- with $c.nodeSelector }}
   nodeSelector:
@@ -185,7 +185,7 @@ spec:
                 {{- end }}
           - secret:
               {{- if $root.Values.kafkaSecret }}
-              name: {{ $root.Values.kafkaSecret }}
+              name: {{ $root.Values.kafkaSecret | quote }}
               {{- else }}
               name: {{ $root.Values.strimzi.cluster }}-cluster-ca-cert
               items:
@@ -193,20 +193,20 @@ spec:
               {{- end }}
     {{- else if $root.Values.kafkaSecret }}
     - name: kafka
-      secret: {secretName: {{ $root.Values.kafkaSecret }}, defaultMode: 0440}
+      secret: {secretName: {{ $root.Values.kafkaSecret | quote }}, defaultMode: 0440}
     {{- end }}
     {{- if $isApi }}
     - name: credentials
       projected:
         defaultMode: 0440
         sources:
-          - secret: {name: {{ $c.tlsSecret | default (printf "%s-tls" $c.fullname) }}}
+          - secret: {name: {{ $c.tlsSecret | default (printf "%s-tls" $c.fullname) | quote }}}
           {{- with $secret }}
-          - secret: {name: {{ . }}}
+          - secret: {name: {{ . | quote }}}
           {{- end }}
     {{- else if $secret }}
     - name: credentials
-      secret: {secretName: {{ $secret }}, defaultMode: 0440}
+      secret: {secretName: {{ $secret | quote }}, defaultMode: 0440}
     {{- end }}
     {{- if $rules }}
     - name: rules
