@@ -1004,6 +1004,25 @@ def test_pods_of_alerts_restart_when_their_rules_change_and_no_others(tmp_path: 
     assert {name for name in one if one[name] != two[name]} == {"alerts"}
 
 
+def test_a_variable_that_a_site_sets_itself_takes_the_place_of_the_charts(tmp_path: Path) -> None:
+    """By default Helm 4 applies on the server's side, and that refuses a variable that is there twice."""
+    secret = {"secretKeyRef": {"name": "receiver", "key": "url"}}
+    site: Manifest = {
+        "node": {"extraEnv": [{"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "all"}]},
+        "attribution": {"options": {"instance-id": "only"}},
+        "remoteWrite": {"extraEnv": [{"name": "GPUSTREAM_URL", "valueFrom": secret}]},
+    }
+    variables = {
+        pod["spec"]["containers"][0]["name"]: pod["spec"]["containers"][0]["env"]
+        for pod in templates(chart(values_of_a_site(tmp_path / "values.yaml", site)))
+    }
+    for name, env in variables.items():
+        assert len({variable["name"] for variable in env}) == len(env), name
+    assert {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "all"} in variables["node"]
+    assert {"name": "GPUSTREAM_INSTANCE_ID", "value": "only"} in variables["attribution"]
+    assert {"name": "GPUSTREAM_URL", "valueFrom": secret} in variables["remote-write"]
+
+
 def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> None:
     """KEDA reads the brokers from the pod, too, and needs commas."""
     site = {

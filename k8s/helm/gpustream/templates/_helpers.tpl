@@ -107,14 +107,36 @@ the API server refuses that. */ -}}
 {{- end -}}
 {{- end }}
 
-{{- /* In: options by name. Out: their environment variables. Of a list, each value is a line if the option can be
-repeated; else commas are between them. A number is written as JSON has it: Go writes 2e+06. */ -}}
+{{- /* In: [settings, options by name]. Out: the container's environment variables. Of a list, each value is a line if the
+option can be repeated; else commas are between them. A number is written as JSON has it: Go writes 2e+06. */ -}}
 {{- define "gpustream.environment" -}}
-{{- range $option, $value := . }}
+{{- $c := index . 0 }}
+{{- $options := index . 1 }}
+{{- range $option, $value := $options }}
 {{- if kindIs "slice" $value }}
 {{- $value = join (has $option (list "external-label" "header" "relabel" "url") | ternary "\n" ",") $value }}
 {{- else if not (kindIs "string" $value) }}
 {{- $value = toJson $value }}
+{{- end }}
+{{- if eq $c.name "node" }}
+- name: NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- name: NVIDIA_VISIBLE_DEVICES # to NVIDIA's container runtime: every GPU; they stay free for others
+  value: all
+- name: NVIDIA_DRIVER_CAPABILITIES
+  value: utility
+{{- else if eq $c.name "cluster" }}
+- name: POD_NAME # who holds the Lease
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- else if eq $c.kind "StatefulSet" }}
+{{- if not (hasKey $options "instance-id") }}
+- name: GPUSTREAM_INSTANCE_ID # a process that is killed has its partitions at once when it is back
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
+{{- if not (hasKey $options "leave-on-stop") }}
+- name: GPUSTREAM_LEAVE_ON_STOP # a pod that is stopped hands them over
+  value: "true"
+{{- end }}
 {{- end }}
 - name: GPUSTREAM_{{ $option | upper | replace "-" "_" }}
   value: {{ $value | quote }}

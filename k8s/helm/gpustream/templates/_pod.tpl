@@ -88,23 +88,13 @@ spec:
       args:
         {{- toYaml (concat $c.command ($c.extraArgs | default list)) | nindent 8 }}
       env:
-        {{- include "gpustream.environment" $options | trim | nindent 8 }}
-        {{- if $isNode }}
-        - name: NODE_NAME
-          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
-        - name: NVIDIA_VISIBLE_DEVICES # to NVIDIA's container runtime: every GPU; they stay free for others
-          value: all
-        - name: NVIDIA_DRIVER_CAPABILITIES
-          value: utility
-        {{- else if $isCluster }}
-        - name: POD_NAME # who holds the Lease
-          valueFrom: {fieldRef: {fieldPath: metadata.name}}
-        {{- else if eq $c.kind "StatefulSet" }}
-        - name: GPUSTREAM_INSTANCE_ID # a process that is killed has its partitions at once when it is back
-          valueFrom: {fieldRef: {fieldPath: metadata.name}}
-        {{- if not (hasKey $options "leave-on-stop") }}
-        - name: GPUSTREAM_LEAVE_ON_STOP # a pod that is stopped hands them over
-          value: "true"
+        {{- $names := list }}
+        {{- range $c.extraEnv }}
+        {{- $names = append $names .name }}
+        {{- end }}
+        {{- range include "gpustream.environment" (list $c $options) | fromYamlArray }}
+        {{- if not (has .name $names) }}
+        {{- toYaml (list .) | nindent 8 }}
         {{- end }}
         {{- end }}
         {{- with $c.extraEnv }}
