@@ -1023,6 +1023,21 @@ def test_a_variable_that_a_site_sets_itself_takes_the_place_of_the_charts(tmp_pa
     assert {"name": "GPUSTREAM_URL", "valueFrom": secret} in variables["remote-write"]
 
 
+@pytest.mark.parametrize(("lease", "namespaces"), [("fleet/leader", ["fleet"] * 2), ("off", [])])
+def test_the_cluster_producer_may_keep_the_lease_that_its_option_names(
+    tmp_path: Path, lease: str, namespaces: list[str]
+) -> None:
+    manifests = chart(values_of_a_site(tmp_path / "values.yaml", {"cluster": {"options": {"lease": lease}}}))
+    of_lease = [manifest for manifest in manifests if manifest["kind"] in {"Role", "RoleBinding"}]
+    assert [manifest["metadata"]["namespace"] for manifest in of_lease] == namespaces
+    named = [
+        name for manifest in of_lease for rule in manifest.get("rules", ()) for name in rule.get("resourceNames", ())
+    ]
+    assert named == ["leader"] * (len(namespaces) // 2)
+    subjects = [subject for manifest in of_lease for subject in manifest.get("subjects", ())]
+    assert {subject["namespace"] for subject in subjects} <= {"gpustream"}
+
+
 def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> None:
     """KEDA reads the brokers from the pod, too, and needs commas."""
     site = {
