@@ -46,14 +46,11 @@ reclaim: {kind: StatefulSet, command: [sink, reclaim]}
 {{- $_ := set $autoscaling $setting $value }}
 {{- end }}
 {{- $_ := set $settings "autoscaling" $autoscaling }}
-{{- if $root.Values.openshift }}
-{{- if eq $name "node" }}
-{{- $_ := set $settings.podSecurityContext "seLinuxOptions" (dict "type" "spc_t") }}
-{{- else }}
-{{- $_ := set $settings "podSecurityContext" (omit ($settings.podSecurityContext | default dict) "runAsUser" "runAsGroup" "fsGroup") }}
-{{- end }}
-{{- else if and $root.Values.selinux (eq $name "node") }}
-{{- $_ := set $settings.podSecurityContext "seLinuxOptions" (dict "type" "spc_t") }}
+{{- $context := $settings.podSecurityContext | default dict }}
+{{- if and (eq $name "node") (or $root.Values.openshift $root.Values.selinux) }}
+{{- $_ := set $settings "podSecurityContext" (set $context "seLinuxOptions" (dict "type" "spc_t")) }}
+{{- else if $root.Values.openshift }}
+{{- $_ := set $settings "podSecurityContext" (omit $context "runAsUser" "runAsGroup" "fsGroup") }}
 {{- end }}
 {{- toYaml $settings }}
 {{- end }}
