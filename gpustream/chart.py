@@ -87,7 +87,9 @@ POD_VALUES: dict[str, dict[str, Any]] = {
     "podLabels": doc(TEXTS, "More labels of the pods."),
     "podAnnotations": doc(TEXTS, "Annotations of the pods."),
     "serviceAccountName": doc(
-        TEXT, "An account of yours, for example with a role of a cloud; the cluster producer has its own."
+        TEXT,
+        "An account of yours, for example with a role of a cloud; cluster, reclaim, metricsApi with aggregated, and "
+        "node on OpenShift have the chart's.",
     ),
     "podSecurityContext": doc(
         kubernetes_object(
@@ -160,7 +162,11 @@ COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "parquet": {
         "storage": object_of(
-            size=doc(TEXT, "Of the volume in which the files are."),
+            size=doc(
+                TEXT,
+                "Of the volume in which the files are. Kubernetes changes the storage of no StatefulSet: before an "
+                "upgrade with another one, delete it with `--cascade=orphan`; the volume that is there stays as it is.",
+            ),
             className=doc(TEXT, "Its StorageClass; empty: the cluster's default."),
         )
     },

@@ -44,6 +44,7 @@ OF_OTHERS = {
     "--reset-then-reuse-values",  # Helm's
     "--reuse-values",
     "--resource-pattern-type",  # Kafka's
+    "--cascade",  # kubectl's
     "--hot",  # of benchmarks
     "--sink",
 }
