@@ -65,9 +65,10 @@ def object_of(**properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def kubernetes_object(field_names: str) -> dict[str, Any]:
-    """The schema of an object of Kubernetes with these fields, of any content, and no others."""
-    return object_of(**{name: {} for name in field_names.split()})
+def kubernetes_object(field_names: str, texts: str = "") -> dict[str, Any]:
+    """The schema of an object of Kubernetes with these fields, of any content, and these texts, and no others."""
+    fields: dict[str, dict[str, Any]] = {name: {} for name in field_names.split()}
+    return object_of(**fields, **{name: {"type": ["string", "null"]} for name in texts.split()})
 
 
 def list_of(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
@@ -79,7 +80,8 @@ POD_VALUES: dict[str, dict[str, Any]] = {
     "resources": doc(object_of(requests=TEXTS, limits=TEXTS, claims=ANY_LIST), "Requests and limits of the container."),
     "nodeSelector": doc(TEXTS, "The labels of the nodes that the pods run on."),
     "tolerations": doc(
-        list_of(kubernetes_object("key operator value effect tolerationSeconds")), "The taints that the pods tolerate."
+        list_of(kubernetes_object("tolerationSeconds", texts="key operator value effect")),
+        "The taints that the pods tolerate.",
     ),
     "affinity": doc(kubernetes_object("nodeAffinity podAffinity podAntiAffinity"), "The pods' affinity."),
     "priorityClassName": doc(TEXT, "The pods' priority class."),
@@ -111,7 +113,7 @@ POD_VALUES: dict[str, dict[str, Any]] = {
     "terminationGracePeriodSeconds": doc(COUNT, "A process takes at most 10 s to stop."),
     "extraArgs": doc({"type": "array", "items": TEXT}, "More arguments of the command."),
     "extraEnv": doc(
-        list_of(kubernetes_object("name value valueFrom"), "name"),
+        list_of(kubernetes_object("valueFrom", texts="name value"), "name"),
         "More environment variables, as the container has them.",
     ),
     "extraEnvFrom": doc(
@@ -187,7 +189,9 @@ COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reclaim": {
         "act": doc(SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."),
-        "namespaces": doc({"type": "array", "items": TEXT}, "Where it may read, and act; empty: everywhere."),
+        "namespaces": doc(
+            {"type": "array", "items": {**TEXT, "minLength": 1}}, "Where it may read, and act; empty: everywhere."
+        ),
     },
     "alerts": {"rules": doc(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
 }

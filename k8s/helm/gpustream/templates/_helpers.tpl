@@ -115,6 +115,9 @@ option can be repeated; else commas are between them. A number is written as JSO
 {{- else if not (kindIs "string" $value) }}
 {{- $value = toJson $value }}
 {{- end }}
+- name: GPUSTREAM_{{ $option | upper | replace "-" "_" }}
+  value: {{ $value | quote }}
+{{- end }}
 {{- if eq $c.name "node" }}
 - name: NODE_NAME
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
@@ -134,9 +137,6 @@ option can be repeated; else commas are between them. A number is written as JSO
 - name: GPUSTREAM_LEAVE_ON_STOP # a pod that is stopped hands them over
   value: "true"
 {{- end }}
-{{- end }}
-- name: GPUSTREAM_{{ $option | upper | replace "-" "_" }}
-  value: {{ $value | quote }}
 {{- end }}
 {{- end }}
 
@@ -185,6 +185,28 @@ option can be repeated; else commas are between them. A number is written as JSO
 {{- toYaml $options }}
 {{- end }}
 
+{{- /* In: [settings, options]. Out: nothing. It fails if the command would not start without an option that is not given;
+of some, one of several is enough. Whatever else a site gives may bring it. */ -}}
+{{- define "gpustream.required" -}}
+{{- $c := index . 0 }}
+{{- $options := index . 1 }}
+{{- $required := dict "remote-write" (list "url") "alertmanager" (list "url") "webhook" (list "url" "secret-file or unsigned") }}
+{{- $_ := set $required "metrics-api" (list "client-token-file or client-ca or custom-metrics") }}
+{{- if not (or $c.extraArgs $c.extraEnv $c.extraEnvFrom) }}
+{{- range $names := concat (list "kafka or kafka-config") (get $required $c.name | default list) }}
+{{- $given := "" }}
+{{- range splitList " or " $names }}
+{{- $given = $given | default (get $options .) }}
+{{- end }}
+{{- if not $given }}
+{{- $hint := eq $c.name "metrics-api" | ternary ": metricsApi.secret, with a file token, or metricsApi.aggregated brings one" "" }}
+{{- $of := hasPrefix "kafka" $names | ternary "options" (printf "%s.options" (camelcase $c.name | untitle)) }}
+{{- fail (printf "%s: %s is needed%s" $of $names $hint) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* In: [settings, option, options]. Out: the port where it listens, which the kubelet must reach. */ -}}
 {{- define "gpustream.port" -}}
 {{- $listen := get (index . 2) (index . 1) | toString }}
@@ -198,6 +220,12 @@ option can be repeated; else commas are between them. A number is written as JSO
 {{- define "gpustream.topic-prefix" -}}
 {{- $own := (index . 1).options | default dict }}
 {{- hasKey $own "topic-prefix" | ternary (get $own "topic-prefix") (index (index . 0).Values.options "topic-prefix" | default "") -}}
+{{- end }}
+
+{{- /* In: [root, settings, the group of its command]. Out: the group that the component reads in. */ -}}
+{{- define "gpustream.group" -}}
+{{- $group := (index . 1).options.group | default (index . 2) }}
+{{- include "gpustream.topic-prefix" . }}{{ kindIs "string" $group | ternary $group (toJson $group) }}
 {{- end }}
 
 {{- /* In: [root, settings]. Out: the options by which a component logs in as its KafkaUser. */ -}}
@@ -222,9 +250,3 @@ kafka-ca: {{ $files }}/ca.crt
 {{ include "gpustream.fullname" . }}-keda
 {{- end }}
 {{- end }}
-{{- /* In: [root, settings, the group of its command]. Out: the group that the component reads in. */ -}}
-{{- define "gpustream.group" -}}
-{{- $group := (index . 1).options.group | default (index . 2) }}
-{{- include "gpustream.topic-prefix" . }}{{ kindIs "string" $group | ternary $group (toJson $group) }}
-{{- end }}
-

@@ -11,6 +11,7 @@
 {{- $rules := eq $c.name "alerts" | ternary $c.rules "" }}
 {{- $login := and $root.Values.strimzi.users (ne $root.Values.strimzi.authentication "tls-external") }}
 {{- $options := include "gpustream.options" (list $root $c) | fromYaml }}
+{{- include "gpustream.required" (list $c $options) }}
 metadata:
   labels:
     {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
@@ -20,13 +21,13 @@ metadata:
     {{- end }}
   {{- if or $c.podAnnotations $rules }}
   annotations:
-    {{- include "gpustream.texts" . | trim | nindent 4 }}
     {{- with $c.podAnnotations }}
-  {{- end }}
+    {{- include "gpustream.texts" . | trim | nindent 4 }}
     {{- end }}
     {{- with $rules }}
     checksum/rules: {{ sha256sum . | quote }} # it reads them at its start only
     {{- end }}
+  {{- end }}
 spec:
   {{- if $isJob }}
   restartPolicy: OnFailure
