@@ -342,8 +342,7 @@ def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_t
                 "options": {"kafka": "kafka-kafka-bootstrap:9093"},
                 "strimzi": {"topics": True, "users": True},
                 **{name: {"enabled": True} for name in COMPONENTS_OF_THE_CHART if name != "topics"},
-                "metricsApi": {"enabled": True, "secret": "metrics-api"},
-                "webhook": {"enabled": True, "secret": "webhook", "options": {"url": URL, "unsigned": True}},
+                "webhook": {"enabled": True, "secret": "webhook"},
             }
         )
     )
@@ -1065,8 +1064,7 @@ def test_a_name_or_an_amount_that_looks_like_a_number_is_still_a_text(tmp_path: 
     """A namespace may be called 1234, and a pod may have a whole core."""
     autoscaling = {"enabled": True, "targetCPU": "1"}
     switches = ("keda", "reclaim", "monitors", "networkPolicy", "metricsApi", "page", "prometheusRule", "dashboards")
-    site: Manifest = {switch: {"enabled": True} for switch in switches} | {"defaults": {"autoscaling": autoscaling}}
-    site["metricsApi"]["aggregated"] = True
+    site = {switch: {"enabled": True} for switch in switches} | {"defaults": {"autoscaling": autoscaling}}
     values = values_of_a_site(tmp_path / "values.yaml", site)
     ran = helm("template", "2026", CHART, "--namespace", "1234", "--values", values)
     assert ran.returncode == 0, ran.stderr
@@ -1185,7 +1183,7 @@ def command_of(command_words: str) -> click.Command:
 
 def test_a_network_policy_with_peers_lets_the_api_server_ask_the_metrics_api(tmp_path: Path) -> None:
     peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
-    site = {"networkPolicy": {"enabled": True, "from": peers}, "metricsApi": {"enabled": True, "aggregated": True}}
+    site = {"networkPolicy": {"enabled": True, "from": peers}, "metricsApi": {"enabled": True}}
     manifests = chart(values_of_a_site(tmp_path / "values.yaml", site))
     (policy,) = [manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
     assert policy["spec"]["ingress"] == [
@@ -1203,8 +1201,8 @@ SWITCHES = {
     "defaults.autoscaling.enabled,keda.enabled": {"ScaledObject"},
     "strimzi.topics": {"KafkaTopic"},
     "strimzi.topics,strimzi.users": {"KafkaTopic", "KafkaUser"},
+    "metricsApi.enabled,metricsApi.certificate.enabled": {"Certificate"},
     "metricsApi.enabled,metricsApi.aggregated": {"APIService"},
-    "metricsApi.enabled,metricsApi.aggregated,metricsApi.certificate.enabled": {"APIService", "Certificate"},
     "node.resourceQuota": {"ResourceQuota"},
 }
 
@@ -1236,15 +1234,6 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
         ("remoteWrite.options.protocol=3", "value must be one of"),
         (r"commonLabels.app\.kubernetes\.io/name=x", "commonLabels: app.kubernetes.io/name is set by the chart"),
         (r"node.podLabels.app\.kubernetes\.io/component=x", "podLabels of node: app.kubernetes.io/component is set by"),
-        ("options.kafka=null", "options: kafka or kafka-config is needed"),
-        ("remoteWrite.options.url=null", "remoteWrite.options: url is needed"),
-        ("alertmanager.options.url=null", "alertmanager.options: url is needed"),
-        ("webhook.enabled=true", "webhook.options: url is needed"),
-        ("webhook.enabled=true,webhook.options.url=http://x", "webhook.options: secret-file or unsigned is needed"),
-        (
-            "metricsApi.enabled=true",
-            "needed: metricsApi.secret, with a file token, or metricsApi.aggregated brings one",
-        ),
         (
             "defaults.autoscaling.enabled=true,usage.enabled=true,usage.autoscaling.maxReplicas=1",
             "usage.autoscaling: min",

@@ -185,28 +185,6 @@ option can be repeated; else commas are between them. A number is written as JSO
 {{- toYaml $options }}
 {{- end }}
 
-{{- /* In: [settings, options]. Out: nothing. It fails if the command would not start without an option that is not given;
-of some, one of several is enough. Whatever else a site gives may bring it. */ -}}
-{{- define "gpustream.required" -}}
-{{- $c := index . 0 }}
-{{- $options := index . 1 }}
-{{- $required := dict "remote-write" (list "url") "alertmanager" (list "url") "webhook" (list "url" "secret-file or unsigned") }}
-{{- $_ := set $required "metrics-api" (list "client-token-file or client-ca or custom-metrics") }}
-{{- if not (or $c.extraArgs $c.extraEnv $c.extraEnvFrom) }}
-{{- range $names := concat (list "kafka or kafka-config") (get $required $c.name | default list) }}
-{{- $given := "" }}
-{{- range splitList " or " $names }}
-{{- $given = $given | default (get $options .) }}
-{{- end }}
-{{- if not $given }}
-{{- $hint := eq $c.name "metrics-api" | ternary ": metricsApi.secret, with a file token, or metricsApi.aggregated brings one" "" }}
-{{- $of := hasPrefix "kafka" $names | ternary "options" (printf "%s.options" (camelcase $c.name | untitle)) }}
-{{- fail (printf "%s: %s is needed%s" $of $names $hint) }}
-{{- end }}
-{{- end }}
-{{- end }}
-{{- end }}
-
 {{- /* In: [settings, option, options]. Out: the port where it listens, which the kubelet must reach. */ -}}
 {{- define "gpustream.port" -}}
 {{- $listen := get (index . 2) (index . 1) | toString }}

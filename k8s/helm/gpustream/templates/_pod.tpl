@@ -11,7 +11,6 @@
 {{- $rules := eq $c.name "alerts" | ternary $c.rules "" }}
 {{- $login := and $root.Values.strimzi.users (ne $root.Values.strimzi.authentication "tls-external") }}
 {{- $options := include "gpustream.options" (list $root $c) | fromYaml }}
-{{- include "gpustream.required" (list $c $options) }}
 metadata:
   labels:
     {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
