@@ -107,7 +107,7 @@ class HourFiles:
         """Merge records of an hour, one for each key, into its file. Returns how many of them are new to the file.
 
         A record is not new if its key is there with the same or a higher generation and revision. Raises OSError, and
-        an ArrowException if the file is not a Parquet file, or not one of this sink.
+        ArrowInvalid if the file can't be read, or is not one of this sink.
         """
         pa, pq = _pyarrow()
         start = datetime.fromtimestamp(start_ms / 1000, UTC)
@@ -117,9 +117,7 @@ class HourFiles:
             fcntl.flock(
                 lock, fcntl.LOCK_EX
             )  # a worker that does not know that it has lost the partition may merge, too
-            old = pq.read_table(file, partitioning=None) if file.exists() else _schema().empty_table()
-            if missing := [name for name in (*_KEY, *_ORDER) if not _has_column(old, name)]:
-                raise pa.ArrowInvalid(f"{file} is no file of this sink: it lacks the columns {', '.join(missing)}")
+            old = _read(file)
             orders = list(zip(*(old[name].to_pylist() for name in _ORDER), strict=True))
             keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
             known, new_rows = dict(zip(keys, orders, strict=True)), {}
@@ -154,6 +152,25 @@ class HourFiles:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+def _read(file: Path) -> Any:
+    """The rows of a file with all columns; none if it is not there. Raises ArrowInvalid, which names the file.
+
+    The texts are checked, too: after a fault of the disk they may be no UTF-8.
+    """
+    pa, pq = _pyarrow()
+    try:
+        table = pq.read_table(file, partitioning=None)
+        table.validate(full=True)
+        rows = pa.concat_tables([_schema().empty_table(), table], promote_options="default")
+    except FileNotFoundError:
+        return _schema().empty_table()
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise pa.ArrowInvalid(f"{file} can't be read: {error}") from error
+    if missing := [name for name in (*_KEY, *_ORDER) if not _has_column(table, name)]:
+        raise pa.ArrowInvalid(f"{file} is no file of this sink: it lacks the columns {', '.join(missing)}")
+    return rows
 
 
 def _has_column(table: Any, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +190,9 @@ async def test_it_fails_while_one_file_can_not_be_written_whatever_becomes_of_ot
         {**{name: ["a"] for name in parquet._KEY}, "generation": ["high"], "revision": [1]},
         {**{name: ["a"] for name in parquet._KEY}, "generation": pa.array([None], pa.int64()), "revision": [1]},
         {**{name: [7] for name in parquet._KEY}, "generation": [0], "revision": [1]},
+        {**{name: ["a"] for name in parquet._KEY}, "generation": [0], "revision": [1], "start": ["2026-11-20"]},
     ],
-    ids=["others", "texts", "null", "numbers"],
+    ids=["others", "texts", "null", "numbers", "start"],
 )
 async def test_a_file_of_that_name_with_other_columns_is_waited_for_and_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any]
@@ -208,6 +209,29 @@ async def test_a_file_of_that_name_with_other_columns_is_waited_for_and_stays_as
     (tmp_path / FILE).unlink()
     assert await delivering == [1]
     assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda content: content[:4] + bytes(60) + content[64:],
+        lambda content: content.replace(b"namespace-a", b"namespace-\xff"),
+    ],
+    ids=["page", "text"],
+)
+async def test_a_file_that_a_bad_disk_has_damaged_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
+    await Setup(tmp_path).deliver(*logged(usage("namespace-a")))
+    pq.write_table(pq.ParquetFile(tmp_path / FILE).read(), tmp_path / FILE, compression="none", use_dictionary=False)
+    (tmp_path / FILE).write_bytes(damaged((tmp_path / FILE).read_bytes()))
+    setup = Setup(tmp_path)
+    delivering = asyncio.ensure_future(setup.deliver(*logged(usage("b"))))
+    await eventually(lambda: setup.disk.failing, unless=delivering)
+    assert str(tmp_path / FILE) in (setup.disk.failing or "")
+    (tmp_path / FILE).unlink()
+    assert await delivering == [1]
 
 
 async def test_what_a_killed_worker_left_is_no_file_and_is_removed(tmp_path: Path) -> None:
