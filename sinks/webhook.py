@@ -79,7 +79,7 @@ _STUCK_AFTER_S = 0.2
 
 
 _PRINTABLE = "".join(map(chr, range(0x21, 0x7F))).translate({ord('"'): None, ord("%"): None})
-"""The characters that stay as they are in a CloudEvent's HTTP headers; others are percent-encoded UTF-8."""
+"""The characters of a record that stay as they are in a header; others are percent-encoded UTF-8, as in CloudEvents."""
 
 
 def request(alert: Alert, record: bytes, form: Form, secret: bytes | None) -> Request:
@@ -87,7 +87,8 @@ def request(alert: Alert, record: bytes, form: Form, secret: bytes | None) -> Re
 
     Source: the HTTP protocol binding and the JSON event format of CloudEvents 1.0.
     """
-    body, headers = record, {"Content-Type": "application/json", "Idempotency-Key": transition_id(alert)}
+    key = quote(transition_id(alert), _PRINTABLE)  # a state that has a line break is no header
+    body, headers = record, {"Content-Type": "application/json", "Idempotency-Key": key}
     if form == "binary":
         event = cloud_event(alert).items()
         headers |= {f"ce-{name}": quote(value, _PRINTABLE) for name, value in event if name != "datacontenttype"}

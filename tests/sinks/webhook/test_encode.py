@@ -1,13 +1,14 @@
 """A transition as a request."""
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from cloudevents.core.bindings import http
 
 from sinks import webhook
-from sinks.webhook import Secret, request, signature
+from sinks.webhook import Form, Secret, request, signature
 from tests.sinks.alerts import START_MS, alert, assert_says
 
 
@@ -26,6 +27,14 @@ def test_a_request_is_the_record_under_the_transition_s_identity() -> None:
         "Idempotency-Key": f"{transition.fingerprint}/{START_MS}/firing",
         "X-Gpustream-Signature": signature(b"{}", b"key"),
     }
+
+
+@pytest.mark.parametrize("form", get_args(Form))
+def test_no_alert_makes_a_header_that_can_not_be_sent(form: Form) -> None:
+    transition = msgspec.structs.replace(alert(name="a\r\nb"), state="\0 later\n")
+    headers = request(transition, msgspec.json.encode(transition), form, b"key").headers
+    assert headers["Idempotency-Key"] == f"{transition.fingerprint}/{START_MS}/%00%20later%0A"
+    assert all(text.isascii() and text.isprintable() for text in headers.values())
 
 
 def test_an_http_request_in_binary_mode_is_a_cloud_event_to_the_official_sdk() -> None:
