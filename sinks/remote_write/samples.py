@@ -13,7 +13,7 @@ from sinks.outcomes import Outcome
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
-from sinks.series.model import STALE, SampleGroup
+from sinks.series.model import STALE, SampleGroup, samples_of
 
 END = (STALE,)
 """The values of a staleness marker for a single series."""
@@ -77,12 +77,16 @@ class SampleWriter:
 
 
 def _outcome(written: Written, result: Delivered | None) -> tuple[Outcome, str]:
-    """The outcome of a record, and the reason. If samples were refused for their time, only the last one matters."""
+    """The outcome of a record, and the reason. If samples were refused for their time, only the last time matters."""
     if result is None:
         return written.outcome, written.why
     if not {refusal.reason for _, refusal in result.refused} <= UNTIMELY:
         return "dead_lettered", result.describe()
-    reasons = [(group.ts_ms, refusal.reason) for group, refusal in result.refused]
-    reasons += [(group.ts_ms, LEFT_OUT) for group, _ in result.left_out]
-    last = [reason for ts_ms, reason in reasons if written.groups and ts_ms == written.groups[-1].ts_ms]
-    return ("dropped", min(last)) if last else ("delivered", "")
+    missing = [(group, refusal.reason) for group, refusal in result.refused]
+    missing += [(group, LEFT_OUT) for group, _ in result.left_out]
+    if written.groups:
+        ts_ms, values = written.groups[-1].ts_ms, written.groups[-1].values
+        missing = [(group, reason) for group, reason in missing if group.ts_ms == ts_ms]
+        if missing and samples_of(group for group, _ in missing) >= len(values):
+            return "dropped", min(reason for _, reason in missing)
+    return "delivered", ""

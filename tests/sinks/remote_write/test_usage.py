@@ -161,6 +161,16 @@ async def test_an_hour_that_is_too_old_for_the_receiver_is_dropped_with_the_reas
     assert setup.count("usage_samples_refused_total", reason="too_old") == 4
 
 
+async def test_an_hour_of_which_a_refused_series_is_left_out_is_delivered() -> None:
+    used = ("__name__", "gpu_usage_used_seconds")
+    setup = Setup(Receiver(refuse=lambda sample: "no" if used in sample.labels else None))
+    hours = [START_MS + number * HOUR_MS for number in range(2)]
+    await setup.deliver(*(usage(start_ms=start_ms) for start_ms in hours))
+    assert setup.count("records_dead_lettered_total") == setup.count("records_delivered_total") == 1
+    assert setup.values()["gpu_usage_held_seconds"] == [(1, 3600.0), (2, 3600.0)]
+    assert setup.count("usage_samples_refused_total", reason="left_out") == 1
+
+
 @pytest.mark.parametrize("value", [b"{", b"{}", b'{"final": true, "generation": 0}', b'{"final": 1, "generation": 0}'])
 async def test_a_malformed_record_is_dead_lettered(value: bytes) -> None:
     setup = Setup()
