@@ -136,17 +136,21 @@ class HourFiles:
                 merged = merged.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
                 table = pa.table([merged[name] for name in _schema().names], schema=_schema())
                 self._replace(file, lambda out: pq.write_table(table, out, compression="zstd"))
+            self._sync(file.parent)  # without new rows, too: whoever renamed the file may not have come to it
         return len(new_rows)
 
     def _replace(self, file: Path, write: Callable[[Any], None]) -> None:
-        """Replace a file atomically, also if the process or the machine ends meanwhile."""
+        """Replace a file atomically."""
         temporary = file.with_name(f".{file.name}.tmp")
         with temporary.open("wb") as out:
             write(out)
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(file)
-        for directory in (file.parent, self._root):
+
+    def _sync(self, day: Path) -> None:
+        """Sync the directory of a day, so that a file that was renamed there stays if the machine ends."""
+        for directory in (day, self._root):
             handle = os.open(directory, os.O_RDONLY)
             try:
                 os.fsync(handle)

@@ -1,7 +1,10 @@
 """A partition's hours in files: each key once, the same bytes whatever happens, nothing lost on a bad disk."""
 
 import asyncio
+import errno
+import os
 import random
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,24 @@ async def test_it_fails_while_one_file_can_not_be_written_whatever_becomes_of_ot
     await asyncio.gather(delivering, return_exceptions=True)
     assert setup.disk.failing is None
     assert setup.registry.get_sample_value("gpustream_parquet_failing") == 0
+
+
+def test_a_file_counts_as_written_when_its_directory_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
+    synced, fsync = list[os.stat_result](), os.fsync
+
+    def fail_first(handle: int) -> None:
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            synced.append(status)
+            if len(synced) == 1:
+                raise OSError(errno.EIO, "the disk is bad")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_first)
+    assert asyncio.run(Setup(tmp_path).deliver(*logged(usage("ml")))) == [1]
+    directories = [(tmp_path / FILE).parent.stat(), tmp_path.stat()]
+    assert [status.st_ino for status in synced[1:]] == [status.st_ino for status in directories]
 
 
 @pytest.mark.parametrize(
