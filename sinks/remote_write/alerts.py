@@ -52,7 +52,8 @@ _ALWAYS_KEPT = ("alertname", "severity", "fingerprint")
 class _AlertState:
     """The last state of an alert. ``series`` None: it is resolved; little is kept of those, because they are many.
 
-    ``last_ms``: the time of its series' last sample; None: an earlier process wrote it.
+    ``last_ms``: the time of its series' last sample; None: an earlier process wrote it. ``updated_ms``: the time of the
+    last update that an earlier process wrote; 0: there is none.
     """
 
     starts_ms: int
@@ -60,6 +61,7 @@ class _AlertState:
     last_ms: int | None
     revision: int = 0
     values: tuple[float, ...] = _ONE
+    updated_ms: int = 0
 
 
 class Change(NamedTuple):
@@ -135,14 +137,17 @@ class AlertSeries:
         starts_ms = milliseconds(alert.starts_at)
         self._alerts[fingerprint] = _AlertState(starts_ms, series, last_ms, alert.revision, _values(alert))
 
-    def recall(self, fingerprint: str, alert: Alert | None) -> None:
-        """Restore a state that an earlier process has settled. Writes nothing."""
+    def recall(self, fingerprint: str, alert: Alert | None, written_ms: int) -> None:
+        """Restore a state that an earlier process has settled, from a record of ``written_ms``. Writes nothing."""
         if alert is None:
             self._alerts.pop(fingerprint, None)
         elif not self.is_replay(fingerprint, alert):
             starts_ms, ends_ms = _times(alert)
             series = self._series_of(alert) if ends_ms is None else None
-            self._alerts[fingerprint] = _AlertState(starts_ms, series, ends_ms, alert.revision, _values(alert))
+            updated_ms = written_ms if alert.revision and ends_ms is None else 0
+            self._alerts[fingerprint] = _AlertState(
+                starts_ms, series, ends_ms, alert.revision, _values(alert), updated_ms
+            )
 
     def due(self, now_ms: int) -> list[Repeat]:
         """The next sample of each firing alert for which one is due. Further ones may be due when these are settled."""
@@ -150,7 +155,8 @@ class AlertSeries:
         for fingerprint, state in self._alerts.items():
             if state.series is None or not state.series.rows:
                 continue
-            times: Sequence[int] = [_floor(state.starts_ms, now_ms)] if now_ms >= state.starts_ms else []
+            latest_ms = _floor(state.starts_ms, now_ms)
+            times: Sequence[int] = [latest_ms] if latest_ms >= max(state.starts_ms, state.updated_ms) else []
             if state.last_ms is not None:
                 times = _between(state.starts_ms, max(state.last_ms, now_ms - BACK_MS), now_ms + 1)
             due += [Repeat(fingerprint, SampleGroup(state.series, ts_ms, state.values)) for ts_ms in times[:1]]
@@ -158,7 +164,8 @@ class AlertSeries:
 
     def repeated(self, repeat: Repeat) -> None:
         """Note that a further sample was accepted, or refused for good."""
-        self._alerts[repeat.fingerprint].last_ms = repeat.group.ts_ms
+        state, ts_ms = self._alerts[repeat.fingerprint], repeat.group.ts_ms
+        state.last_ms = _last_ms(state, ts_ms, ts_ms) if state.last_ms is None else ts_ms
 
     def clear(self) -> None:
         """Forget everything: the topic was recreated."""
@@ -208,7 +215,8 @@ def _last_ms(state: _AlertState, written_ms: int, now_ms: int) -> int:
     """The time of a series' last sample; if an earlier process wrote it, the latest that it can have."""
     if state.last_ms is not None:
         return state.last_ms
-    return _floor(state.starts_ms, max(state.starts_ms, min(now_ms, written_ms + _BEHIND_MS)))
+    latest_ms = _floor(state.starts_ms, max(state.starts_ms, min(now_ms, written_ms + _BEHIND_MS)))
+    return max(state.updated_ms, latest_ms + state.revision)  # each update may be 1 ms after the sample before it
 
 
 def _floor(starts_ms: int, ts_ms: int) -> int:
@@ -234,7 +242,7 @@ class AlertPartition:
         """Restore the alerts from records that were written before."""
         for record in records:
             try:
-                self._series.recall(key_of(record), read_alert(record))
+                self._series.recall(key_of(record), read_alert(record), record.timestamp)
             except Undecodable:
                 continue  # its dead letter has been written before
 

@@ -258,6 +258,22 @@ async def test_the_end_of_what_an_earlier_life_wrote_comes_after_all_that_it_can
     assert second.ends() == {"delivered": 1}
 
 
+@pytest.mark.parametrize(("logged_ms", "read_ms"), [(90_000, 91_000), (119_000, 121_000)])
+async def test_the_end_comes_after_an_update_that_an_earlier_life_wrote(logged_ms: int, read_ms: int) -> None:
+    log = [alert_record(of_gpus(3, 0)), alert_record(of_gpus(8, 1), 1, at_ms=START_MS + logged_ms)]
+    first = Setup()
+    await first.deliver(0, log[0])
+    await first.quiet(read_ms)
+    await first.deliver(read_ms, log[1])
+    second = Setup(first.receiver)
+    second.handler.recall(log)
+    await second.quiet(read_ms + 500)
+    over = msgspec.structs.replace(of_gpus(8, 1), state="resolved", ends_at=ended_alert(50_000).ends_at)
+    await second.deliver(read_ms + 1000, alert_record(over, 2, at_ms=START_MS + read_ms))
+    assert second.points(over)[-1][1] == END
+    assert second.ends() == {"delivered": 1}
+
+
 async def test_what_was_over_before_is_neither_written_nor_repeated() -> None:
     setup = Setup()
     setup.handler.recall([alert_record(alert()), alert_record(ended_alert(1_000)), alert_record(b"{", key=b"x")])
