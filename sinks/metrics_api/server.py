@@ -59,7 +59,10 @@ class Access:
         if self.token_file is None:
             return 401, "show a certificate of the clients' CA"
         scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
-        token, shown = self.token_file.read_bytes().strip(), credentials.strip().encode(errors="surrogateescape")
+        try:
+            token, shown = self.token_file.read_bytes().strip(), credentials.strip().encode(errors="surrogateescape")
+        except OSError as error:
+            return 503, f"the file of the bearer token can't be read: {error.strerror}"
         if token and scheme.lower() == "bearer" and hmac.compare_digest(shown, token):
             return None
         return 401, "show a certificate of the clients' CA or the bearer token"

@@ -326,6 +326,9 @@ async def test_a_bearer_token_opens_plain_json_and_not_the_aggregated_api(tmp_pa
         writer.close()
         (tmp_path / "token").write_text("other")
         answers.append(await server.ask(plain, Authorization="Bearer secret"))
+        (tmp_path / "token").unlink()
+        answers.append(await server.ask(plain, Authorization="Bearer other"))
 
-    assert [answer.status for answer in answers] == [200, 401, 401, 401, 401, 401]
+    assert [answer.status for answer in answers] == [200, 401, 401, 401, 401, 401, 503]
     assert "secret" not in str(answers[1])
+    assert answers[-1].content["error"] == "the file of the bearer token can't be read: No such file or directory"
