@@ -55,24 +55,33 @@ def messages(name: str) -> Any:
             sys.path.remove(folder)
 
 
-def read_v1(body: bytes) -> list[Sample]:
-    """The samples of an uncompressed 1.0 request; raises ``DecodeError`` if it is none."""
+def read_v1(body: bytes, only: str | None = None) -> list[Sample]:
+    """The samples of an uncompressed 1.0 request; raises ``DecodeError`` if it is none.
+
+    ``only``: those of this metric, if its name is the first label; others are passed over quickly.
+    """
     request = messages("write_v1").WriteRequest.FromString(body)
     return [
         Sample(tuple((label.name, label.value) for label in series.labels), sample.timestamp, bits(sample.value))
         for series in request.timeseries
+        if only is None or series.labels[0].value == only
         for sample in series.samples
     ]
 
 
-def read_v2(body: bytes) -> list[Sample]:
-    """The samples of an uncompressed 2.0 request; raises ``DecodeError`` or ``IndexError`` if it is none."""
+def read_v2(body: bytes, only: str | None = None) -> list[Sample]:
+    """The samples of an uncompressed 2.0 request; raises ``DecodeError`` or ``IndexError`` if it is none.
+
+    ``only``: as for :func:`read_v1`.
+    """
     request = messages("write_v2").Request.FromString(body)
-    if request.symbols[0]:
+    symbols = list(request.symbols)
+    if symbols[0]:
         raise message.DecodeError("the first symbol is not empty")
     return [
-        Sample(_labels(request.symbols, series.labels_refs), sample.timestamp, bits(sample.value))
+        Sample(_labels(symbols, series.labels_refs), sample.timestamp, bits(sample.value))
         for series in request.timeseries
+        if only is None or symbols[series.labels_refs[1]] == only
         for sample in series.samples
     ]
 
