@@ -135,7 +135,9 @@ class HourFiles:
                 merged = pa.concat_tables([kept, new], promote_options="default")
                 merged = merged.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
                 table = pa.table([merged[name] for name in _schema().names], schema=_schema())
-                self._replace(file, lambda out: pq.write_table(table, out, compression="zstd"))
+                self._replace(
+                    file, lambda out: pq.write_table(table, out, compression="zstd", write_page_checksum=True)
+                )
             self._sync(file.parent)  # without new rows, too: whoever renamed the file may not have come to it
         return len(new_rows)
 
@@ -165,7 +167,7 @@ def _read(file: Path) -> Any:
     """
     pa, pq = _pyarrow()
     try:
-        table = pq.read_table(file, partitioning=None)
+        table = pq.read_table(file, partitioning=None, page_checksum_verification=True)
         table.validate(full=True)
         rows = pa.concat_tables([_schema().empty_table(), table], promote_options="default")
     except FileNotFoundError:

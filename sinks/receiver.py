@@ -45,6 +45,7 @@ MAX_RETRY_AFTER_S = 300.0
 BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 15.0
 _TEXT_BYTES = 16 * 1024
+_ERROR_CHARACTERS = 300
 _CHECK_EVERY_S = 1.0
 
 _AGAIN = frozenset({0, 408, 425, 429})
@@ -109,7 +110,8 @@ class Http:
                     text += chunk[: _TEXT_BYTES - len(text)]
                 return Reply(response.status, text.decode("utf-8", "replace"), response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            return Reply(0, f"{type(error).__name__}: {error}".strip(": "))
+            reason = " ".join(f"{type(error).__name__}: {error}".split())  # what is no HTTP is in it, and may be long
+            return Reply(0, reason[:_ERROR_CHARACTERS].strip(": "))
 
     async def close(self) -> None:
         """Close the connections."""

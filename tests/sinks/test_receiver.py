@@ -10,7 +10,7 @@ import pytest
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
-from sinks.receiver import Credentials, Receiver, Reply, Request, instruments, meaning
+from sinks.receiver import Credentials, Http, Receiver, Reply, Request, instruments, meaning
 from sinks.settings import HttpSettings
 from tests.eventually import eventually
 from tests.real.certificates import Authority
@@ -272,3 +272,18 @@ def test_an_encrypted_key_is_an_error_and_nobody_is_asked_for_its_password(tmp_p
         credentials.current()
     encrypted.write_bytes(certificate.key.read_bytes())
     assert credentials.current()[1] is not None
+
+
+async def test_an_answer_that_is_no_http_is_named_in_one_short_line() -> None:
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2 " * 300 + b"\r\n")
+        writer.close()
+
+    server, http = await asyncio.start_server(talk, "127.0.0.1", 0), Http(HttpSettings())
+    async with server:
+        reply = await http.post(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"body", {})
+    await http.close()
+    assert reply.status == 0
+    assert "Bad status line" in reply.text
+    assert "\n" not in reply.text
+    assert len(reply.text) <= 300

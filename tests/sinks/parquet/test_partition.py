@@ -247,6 +247,22 @@ async def test_a_file_that_a_bad_disk_has_damaged_is_named_and_waited_for(
     await Setup(tmp_path).deliver(*logged(usage("namespace-a")))
     pq.write_table(pq.ParquetFile(tmp_path / FILE).read(), tmp_path / FILE, compression="none", use_dictionary=False)
     (tmp_path / FILE).write_bytes(damaged((tmp_path / FILE).read_bytes()))
+    await assert_waits_for_another_file(tmp_path)
+
+
+async def test_a_value_that_a_bad_disk_made_another_is_found_by_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
+    await Setup(tmp_path).deliver(*logged(usage("namespace-a")))
+    content = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(content.replace(b"namespace-a", b"namespace-b"))
+    assert pq.read_table(tmp_path / FILE, partitioning=None)["namespace"].to_pylist() == ["namespace-b"]
+    await assert_waits_for_another_file(tmp_path)
+
+
+async def assert_waits_for_another_file(tmp_path: Path) -> None:
+    """Asserts that the sink names a file that can't be used, and goes on when it is gone."""
     setup = Setup(tmp_path)
     delivering = asyncio.ensure_future(setup.deliver(*logged(usage("b"))))
     await eventually(lambda: setup.disk.failing, unless=delivering)
