@@ -19,13 +19,17 @@ Pod = tuple[str, str]
 
 MIB = 1 << 20
 
-BY_POD = 'max by (node, pod, namespace) (dcgm_gpu_utilization{cluster="by-pod",region="eu"})'
+BY_POD = 'max by (node, pod, namespace) (dcgm_gpu_utilization{cluster="CLUSTER",region="eu"})'
 """The part of the usual autoscaling rule that asks for GPUs."""
+
+ATTEMPTS = 5
+"""On a busy machine the pods of a node may be known too late for its ticks. Then another fleet is run."""
 
 
 class Filled(NamedTuple):
-    """The run of a fleet with shared and MIG devices: its truth, and its summary."""
+    """The run of a fleet with shared and MIG devices: its cluster, its truth, and its summary."""
 
+    cluster: str
     truth: list[Row]
     summary: dict[str, Any]
 
@@ -39,35 +43,23 @@ class Filled(NamedTuple):
 
 
 def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: str) -> Filled:
-    truth = directory / "truth.jsonl"
-    arguments: list[str | Path] = [
-        "run",
-        "--simulate",
-        "5x8",
-        "--pod-life",
-        "2h",
-        "--truth",
-        truth,
-        "--duration",
-        "6s",
-        "--summary",
-        "json",
-    ]
-    arguments += [
-        "--remote-write",
-        prometheus.write_url,
-        "--scrape-listen",
-        "off",
-        "--page-listen",
-        "off",
-        "--listen",
-        "off",
-    ]
+    """Run a fleet of which every tick is attributed exactly."""
+    for attempt in range(ATTEMPTS):
+        filled = run(prometheus, directory / f"truth-{attempt}.jsonl", f"{cluster}-{attempt}", *options)
+        if filled.summary["attributed"]["late"] == 0:
+            return filled
+    pytest.fail(f"in each of {ATTEMPTS} runs pods were known too late")
+
+
+def run(prometheus: PrometheusServer, truth: Path, cluster: str, *options: str) -> Filled:
+    arguments: list[str | Path] = ["run", "--simulate", "5x8", "--pod-life", "2h", "--truth", truth, "--duration", "6s"]
+    arguments += ["--remote-write", prometheus.write_url, "--summary", "json"]
+    arguments += ["--scrape-listen", "off", "--page-listen", "off", "--listen", "off"]
     command = [sys.executable, "-m", "gpustream", *arguments, "--cluster", cluster, "--names", "dcgm-legacy", *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in truth.read_text().splitlines()]
-    return Filled(rows, json.loads(result.stdout.splitlines()[-1]))
+    return Filled(cluster, rows, json.loads(result.stdout.splitlines()[-1]))
 
 
 def pods_of(rows: list[Row]) -> set[Pod]:
@@ -99,17 +91,18 @@ def test_a_query_by_pod_sees_every_pod_and_sums_over_a_device_stay_the_devices(
     }
     assert len(held_pods) < len(pods) * 2 / 3, "the fleet has to have shared and MIG devices"
 
-    assert pods_seen(prometheus, BY_POD, at_ms) == pods
-    assert pods_seen(prometheus, BY_POD.replace("utilization", "temp"), at_ms) == held_pods, "what is not divided"
+    by_pod = BY_POD.replace("CLUSTER", fleet.cluster)
+    assert pods_seen(prometheus, by_pod, at_ms) == pods
+    assert pods_seen(prometheus, by_pod.replace("utilization", "temp"), at_ms) == held_pods, "what is not divided"
 
     row_by_uuid = {row["uuid"]: row for row in fleet.last}
-    used = sums(prometheus, 'sum by (uuid) (dcgm_fb_used{cluster="by-pod"})', at_ms)
+    used = sums(prometheus, f'sum by (uuid) (dcgm_fb_used{{cluster="{fleet.cluster}"}})', at_ms)
     assert used == {
         uuid: pytest.approx(row["memory_used_bytes"] / MIB)
         for uuid, row in row_by_uuid.items()
         if row["memory_used_bytes"] is not None
     }
-    busy = sums(prometheus, 'sum by (uuid) (dcgm_gpu_utilization{cluster="by-pod"})', at_ms)
+    busy = sums(prometheus, f'sum by (uuid) (dcgm_gpu_utilization{{cluster="{fleet.cluster}"}})', at_ms)
     ratio_by_uuid = {
         uuid: row["utilization_ratio"] for uuid, row in row_by_uuid.items() if row["utilization_ratio"] is not None
     }
@@ -137,7 +130,8 @@ metric_relabel_configs:
     for row in [row for row in fleet.truth if row["uuid"].startswith("GPU-")]:
         pods = {holder["pod"] for holder in row["reported"]}
         of_ticks[row["node"], row["seq"]].add(pods.pop() if len(pods) == 1 else None)
-    names = [series.labels for series in prometheus.query('sum by (__name__, node, exported_pod) ({cluster="merged"})')]
+    of_fleet = f'{{cluster="{fleet.cluster}"}}'
+    names = [series.labels for series in prometheus.query(f"sum by (__name__, node, exported_pod) ({of_fleet})")]
     assert {name_labels["__name__"] for name_labels in names} == {"dcgm_power_usage", "dcgm_gpu_utilization"}
     expected = {(node, pod) for (node, _), pods in of_ticks.items() for pod in pods}
     pods_by_node = {
@@ -146,5 +140,5 @@ metric_relabel_configs:
         if name_labels["__name__"] == "dcgm_power_usage"
     }
     assert pods_by_node <= expected
-    (stored,) = prometheus.query('sum(count_over_time(dcgm_power_usage{cluster="merged"}[5m]))')
+    (stored,) = prometheus.query(f"sum(count_over_time(dcgm_power_usage{of_fleet}[5m]))")
     assert int(stored.value) == sum(len(pods) for pods in of_ticks.values())
