@@ -45,7 +45,7 @@ MAX_RETRY_AFTER_S = 300.0
 BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 15.0
 _TEXT_BYTES = 16 * 1024
-_ERROR_CHARACTERS = 300
+_LINE_CHARACTERS = 300
 _CHECK_EVERY_S = 1.0
 
 _AGAIN = frozenset({0, 408, 425, 429})
@@ -110,8 +110,7 @@ class Http:
                     text += chunk[: _TEXT_BYTES - len(text)]
                 return Reply(response.status, text.decode("utf-8", "replace"), response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())  # what is no HTTP is in it, and may be long
-            return Reply(0, reason[:_ERROR_CHARACTERS].strip(": "))
+            return Reply(0, _line(f"{type(error).__name__}: {error}").strip(": "))  # what is no HTTP may be long
 
     async def close(self) -> None:
         """Close the connections."""
@@ -119,6 +118,11 @@ class Http:
             await self._session.close()
             self._session = None
             await asyncio.sleep(0)
+
+
+def _line(text: str) -> str:
+    """The beginning of a text, in one line."""
+    return " ".join(text.split())[:_LINE_CHARACTERS]
 
 
 def _address(url: str) -> str:
@@ -268,7 +272,7 @@ class Receiver:
         try:
             while not abandon.is_set():
                 reply = await self._attempt(request)
-                means, text = meaning(reply.status), " ".join(reply.text.split())[:300]
+                means, text = meaning(reply.status), _line(reply.text)
                 text = f"HTTP {reply.status}: {text}".rstrip(": ") if reply.status else text
                 self._instruments.counter(f"{self._prefix}_requests_total", self.name, means).inc()
                 if means == "accepted":

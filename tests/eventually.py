@@ -58,12 +58,13 @@ def eventually_sync(
 ) -> T:
     """The same for a test without an event loop, and through ``asyncio.to_thread`` for a condition that blocks."""
     ends_s = time.monotonic() + within_s
-    while not (result := condition()):
-        assert time.monotonic() < ends_s, (
-            f"{_describe(condition, description)}: not within {within_s:g} s, but {result!r}"
-        )
-        time.sleep(every_s)
-    return result
+    while True:
+        asked_s = time.monotonic()
+        if result := condition():
+            return result
+        now_s = time.monotonic()
+        assert now_s < ends_s, f"{_describe(condition, description)}: not within {within_s:g} s, but {result!r}"
+        time.sleep(max(every_s, now_s - asked_s))
 
 
 def _describe(condition: Callable[[], object], description: str) -> str:

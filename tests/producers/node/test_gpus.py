@@ -22,7 +22,7 @@ from producers.node.nvml import binding, reader
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import LONGEST_REOPENING_S, DriverReplaced
 from producers.node.nvml.events import XID_EVENT
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.producers.fakes import FakeClock
 from tests.producers.node.nvml.fake import FakeCensus, FakeDevice, FakeNvml, FakeProcessOwners, part, running
 from topics.samples import Device
@@ -186,7 +186,7 @@ async def let_hang(bench: Bench, uuid: str) -> None:
         return [reason for reason in bench.gpus.not_ready() if f"({uuid}): nvmlDevice" in reason]
 
     bench.nvml.hang(uuid, "*")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while len(left_calls()) < reader.MAX_ABANDONED:
             await bench.read(0.05)
             bench.clock.now_s += 40
