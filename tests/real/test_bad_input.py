@@ -37,9 +37,12 @@ def snapshot(node: str, *device_ids: str, pod: str = "p-0") -> dict[str, Any]:
 
 @pytest.fixture
 async def send(empty_kafka: KafkaServer) -> Any:
-    """Sends a value, as JSON unless it is bytes, and waits until it is stored; larger than any producer of ours."""
+    """Sends a value, as JSON unless it is bytes, and waits until it is stored; larger than any producer of ours.
+
+    The topic has its limit from the start: a broker applies an altered one some time after it has said that it is done.
+    """
+    await asyncio.to_thread(empty_kafka.create_topics, {"gpu.samples": 2}, {"max.message.bytes": str(HUGE)})
     await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
-    await asyncio.to_thread(_allow, empty_kafka, "gpu.samples", HUGE)
     producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address, max_request_size=HUGE, acks="all")
     await producer.start()
 
@@ -49,16 +52,6 @@ async def send(empty_kafka: KafkaServer) -> Any:
 
     yield store
     await producer.stop()
-
-
-def _allow(kafka: KafkaServer, topic: str, size: int) -> None:
-    from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-
-    entry = ConfigEntry("max.message.bytes", str(size), incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
-    admin = kafka.admin()
-    for future in admin.incremental_alter_configs([resource]).values():
-        future.result(10)
 
 
 async def attributed_until(kafka: KafkaServer, node: str) -> list[Any]:
