@@ -30,7 +30,7 @@ LOCK = env -u PIP_FIND_LINKS -u PIP_NO_INDEX CUSTOM_COMPILE_COMMAND="make lock" 
 	--generate-hashes --allow-unsafe --strip-extras --no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 
 SCRIPTS := .ci/run .ci/dist tests/real/build/build
-GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py docs/figures.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py gpustream/strimzi.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py docs/figures.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector receivers keda real-servers lock

@@ -48,7 +48,8 @@ class ComponentSpec(NamedTuple):
     ``reads`` and ``writes`` are its topics in the flow. It writes the topics that it ``keeps``, and reads them back at
     a start. ``describes`` and ``optional`` are those of :class:`TopicAccess`. ``help`` and ``example`` are shown by the
     command. A ``light`` component runs in little memory. A component without ``dead_letters`` leaves what it can't
-    decode to the other readers of the topic.
+    decode to the other readers of the topic. With ``group_of_each_receiver`` it may read in several consumer groups,
+    whose names begin with that of its group.
     """
 
     component: str
@@ -62,6 +63,7 @@ class ComponentSpec(NamedTuple):
     optional: tuple[str, ...] = ()
     light: bool = False
     dead_letters: bool = True
+    group_of_each_receiver: bool = False
 
     @property
     def uses(self) -> TopicAccess:

@@ -24,11 +24,13 @@ _OPTIONS = {"Topic": "topic", "Group": "group", "TransactionalId": "transactiona
 
 
 class Acl(NamedTuple):
-    """One ACL in Kafka's words; ``resource`` is Topic, Group or TransactionalId."""
+    """One ACL in Kafka's words; ``resource`` is Topic, Group or TransactionalId. ``prefixed``: it is for all names that
+    begin with ``name``."""
 
     operation: str
     resource: str
     name: str
+    prefixed: bool = False
 
 
 def of_component(spec: ComponentSpec) -> list[Acl]:
@@ -36,7 +38,9 @@ def of_component(spec: ComponentSpec) -> list[Acl]:
     topics_by_operation = {"Read": spec.uses.reads, "Write": spec.uses.writes, "Describe": spec.uses.describes}
     acls = [Acl(operation, "Topic", name) for operation, names in topics_by_operation.items() for name in names]
     defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(spec.settings))}
-    return acls + ([Acl("Read", "Group", str(defaults["group"]))] if "group" in defaults else [])
+    if "group" in defaults:
+        acls.append(Acl("Read", "Group", str(defaults["group"]), prefixed=spec.group_of_each_receiver))
+    return acls
 
 
 def _every_topic(*operations: str) -> list[Acl]:
@@ -97,14 +101,18 @@ def markdown() -> str:
         operations_by_acls: dict[tuple[Acl, ...], list[str]] = {}  # operations on the same things are given together
         for operation, granted in acls_by_operation.items():
             topics = [f"`{acl.name}`" for acl in granted if acl.resource == "Topic"]
-            groups = [f"`{acl.name}`" for acl in granted if acl.resource != "Topic"]
+            groups = [f"`{acl.name}{'*' * acl.prefixed}`" for acl in granted if acl.resource != "Topic"]
             is_every_topic = len(topics) == len(TOPICS)
             topics_cell = "every topic" if is_every_topic else ", ".join(topics)
             table.append(f"| `{command}` | {operation} | {topics_cell} | {', '.join(groups)} |")
-            operations_by_acls.setdefault(tuple(acl._replace(operation="") for acl in granted), []).append(operation)
+            for prefixed in (False, True):  # a command of the shell is for the one or the other
+                if resources := tuple(acl._replace(operation="") for acl in granted if acl.prefixed == prefixed):
+                    operations_by_acls.setdefault(resources, []).append(operation)
         for resources, operations in operations_by_acls.items():
-            user = f"--allow-principal User:gpustream-{command.replace(' ', '-')}"
-            shell_lines.append(" ".join([f"$ACLS {user}", *(f"--operation {name}" for name in operations)]) + " \\")
+            options = [f"--allow-principal User:gpustream-{command.replace(' ', '-')}"]
+            options += [f"--operation {name}" for name in operations]
+            options += ["--resource-pattern-type prefixed"] if resources[0].prefixed else []
+            shell_lines.append(" ".join(["$ACLS", *options, "\\"]))
             shell_lines += [f'  --{_OPTIONS[acl.resource]} "${{PREFIX}}{acl.name}" \\' for acl in resources]
             shell_lines[-1] = shell_lines[-1].removesuffix(" \\")
     return filled(PAGE, {"table": "\n".join(table), "commands": "\n".join(["```sh", *shell_lines, "```"])})

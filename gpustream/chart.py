@@ -1,9 +1,8 @@
 """Writes the parts of the Helm chart that follow from the commands: ``python -m gpustream.chart [--check]``.
 
-In:       the chart's values.yaml; every command's options, as click knows them; the topics; the ACLs.
+In:       the chart's values.yaml; every command's options, as click knows them.
 Out:      ``values.schema.json``, which refuses a value or an option that there is not; the table of values in the
-          chart's README; ``files/kafka.json``, the topics and ACLs that the chart makes Strimzi's objects of; the same
-          objects for kustomize, ``k8s/components/strimzi``.
+          chart's README.
 """
 
 import json
@@ -16,15 +15,11 @@ from typing import Any
 import click
 import yaml
 
-from gpustream import acls
 from gpustream.cli import main
 from gpustream.reference import commands
 from topics.reference import generate
-from topics.topic import load_topics
 
-K8S = Path(__file__).parent.parent / "k8s"
-CHART = K8S / "helm" / "gpustream"
-STRIMZI = K8S / "components" / "strimzi"
+CHART = Path(__file__).parent.parent / "k8s" / "helm" / "gpustream"
 
 COMPONENTS = {
     "topics": "topics create",
@@ -43,9 +38,6 @@ COMPONENTS = {
     "reclaim": "sink reclaim",
 }
 """The values of each component, and the command that it runs."""
-
-SEVERAL_GROUPS = {"sink alertmanager"}
-"""The commands that read in a group for each receiver. The names of those begin with that of the command's group."""
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 ANY_LIST: dict[str, Any] = {"type": "array"}
@@ -371,124 +363,12 @@ def readme(schema: Mapping[str, Any]) -> str:
     return re.sub(r"(<!-- values -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + table + m[2], page, flags=re.DOTALL)
 
 
-def kafka() -> dict[str, Any]:
-    """The topics, and what each command may do, as Strimzi writes it."""
-    acls_by_command: dict[str, list[dict[str, Any]]] = {}
-    of_commands = acls.of_commands()
-    for command in COMPONENTS.values():
-        operations: dict[tuple[str, str], list[str]] = {}
-        for acl in of_commands[command]:
-            kind = {"TransactionalId": "transactionalId"}.get(acl.resource, acl.resource.lower())
-            operations.setdefault((kind, acl.name), []).append(acl.operation)
-        group_pattern = "prefix" if command in SEVERAL_GROUPS else "literal"
-        acls_by_command[command] = [
-            {
-                "type": kind,
-                "name": name,
-                "patternType": group_pattern if kind == "group" else "literal",
-                "operations": granted,
-            }
-            for (kind, name), granted in operations.items()
-        ]
-    topics = [{"name": topic.name, "config": topic.settings()} for topic in load_topics().values()]
-    return {"topics": topics, "acls": acls_by_command}
-
-
-def strimzi_object(kind: str, name: str, component: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """An object for one of Strimzi's operators, those of the Kafka called kafka."""
-    labels = {"name": "gpustream", "component": component}
-    return {
-        "apiVersion": "kafka.strimzi.io/v1",
-        "kind": kind,
-        "metadata": {
-            "name": name,
-            "namespace": "gpustream",
-            "labels": {f"app.kubernetes.io/{key}": value for key, value in labels.items()}
-            | {"strimzi.io/cluster": "kafka"},
-        },
-        "spec": spec,
-    }
-
-
-def kafka_topics(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A KafkaTopic for each topic, with as many partitions and replicas as the chart has."""
-    options = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["topics"]["options"]
-    size = {"partitions": options["partitions"], "replicas": options["replication-factor"]}
-    return [
-        strimzi_object(
-            "KafkaTopic",
-            f"gpustream-{topic['name'].replace('.', '-')}",
-            "topics",
-            {"topicName": topic["name"], **size, "config": topic["config"]},
-        )
-        for topic in contents["topics"]
-    ]
-
-
-def users_of_components() -> dict[str, str]:
-    """The workload of each command, except of the one that makes topics: its name in k8s/, which is also its user's."""
-    names = {re.sub("([A-Z])", r"-\1", name).lower(): command for name, command in COMPONENTS.items()}
-    return {name: command for name, command in names.items() if name != "topics"}
-
-
-def kafka_users(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A KafkaUser for each component, with the ACLs that its command needs."""
-    return [
-        strimzi_object(
-            "KafkaUser",
-            f"gpustream-{name}",
-            name,
-            {
-                "authentication": {"type": "tls"},
-                "authorization": {
-                    "type": "simple",
-                    "acls": [
-                        {
-                            "resource": {key: acl[key] for key in ("type", "name", "patternType")},
-                            "operations": acl["operations"],
-                        }
-                        for acl in contents["acls"][command]
-                    ],
-                },
-            },
-        )
-        for name, command in users_of_components().items()
-    ]
-
-
-USERS = "  # written by `python -m gpustream.chart`: the user of each component\n"
-"""The marker in the kustomization: what follows it is written, what is before it is kept."""
-
-USER_PATCH = """\
-  - target:
-      kind: DaemonSet|Deployment|StatefulSet
-      name: {name}
-      labelSelector: app.kubernetes.io/name=gpustream
-    patch: |
-      - op: replace
-        path: /spec/template/spec/volumes/0/projected/sources/0/secret/name
-        value: gpustream-{name}
-"""
-
-
-def as_documents(objects: list[dict[str, Any]], title: str) -> str:
-    """A file of YAML documents, with a line on what they are."""
-    documents = yaml.safe_dump_all(objects, sort_keys=False, width=120)
-    return f"# {title}: written by `python -m gpustream.chart`.\n{documents}"
-
-
 def files() -> dict[Path, str]:
     """The files as they should be."""
-    values_schema, kafka_contents = schema(), kafka()
-    head, mark, _ = (STRIMZI / "kustomization.yaml").read_text(encoding="utf-8").partition(USERS)
-    mounts = head + mark + "".join(USER_PATCH.format(name=name) for name in users_of_components())
+    values_schema = schema()
     return {
         CHART / "values.schema.json": json.dumps(values_schema, indent=2) + "\n",
         CHART / "README.md": readme(values_schema),
-        CHART / "files" / "kafka.json": json.dumps(kafka_contents, indent=2) + "\n",
-        STRIMZI / "topics.yaml": as_documents(kafka_topics(kafka_contents), "The topics"),
-        STRIMZI / "users.yaml": as_documents(kafka_users(kafka_contents), "A user for each component"),
-        STRIMZI / "kustomization.yaml": mounts,
     }
 
 

@@ -40,6 +40,7 @@ SINKS = {
             "gpustream sink alertmanager --kafka kafka-0:9092 --url http://alertmanager-0:9093 \\\n"
             "    --url http://alertmanager-1:9093"
         ),
+        group_of_each_receiver=True,
     ),
     "webhook": ComponentSpec(
         component="sinks.webhook:WebhookSink",

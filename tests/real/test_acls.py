@@ -118,11 +118,11 @@ class Users:
 
     async def allow(self, user: str, *acls: Acl) -> None:
         for acl in acls:
-            await asyncio.to_thread(self.kafka.allow, user, *_parts_of(acl))
+            await asyncio.to_thread(self.kafka.allow, user, *_parts_of(acl), prefixed=acl.prefixed)
 
     async def forbid(self, user: str, *acls: Acl) -> None:
         for acl in acls:
-            await asyncio.to_thread(self.kafka.forbid, user, *_parts_of(acl))
+            await asyncio.to_thread(self.kafka.forbid, user, *_parts_of(acl), prefixed=acl.prefixed)
 
 
 def _parts_of(acl: Acl) -> tuple[str, str, str]:

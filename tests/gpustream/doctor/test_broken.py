@@ -91,7 +91,7 @@ def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
 def acls(*, without: str = "", denied: str = "") -> list[Acl]:
     """What attribution needs, without one topic, or with one denied."""
     needed = brokers.COMPONENTS["stream attribution"]
-    allowed = [Acl("User:a", *row, True) for row in needed if row.name != without]
+    allowed = [Acl("User:a", row.operation, row.resource, row.name, True) for row in needed if row.name != without]
     return allowed + [
         Acl("User:a", row.operation, row.resource, row.name, False) for row in needed if row.name == denied
     ]
