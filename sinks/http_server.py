@@ -26,6 +26,9 @@ IDLE_S = 20.0
 MAX_CLIENTS = 128
 """The most open connections; further ones are closed."""
 
+_MAX_HEADERS = 512
+"""The API server sends a header for each group of a user, of which directories give hundreds."""
+
 _END_S = 1.0
 _RETRY_S = 1.0
 
@@ -69,6 +72,7 @@ async def listening(
         logger=_requests_log,
         shutdown_timeout=_END_S,
         keepalive_timeout=IDLE_S,
+        max_headers=_MAX_HEADERS,
     )
     await runner.setup()
     server = cast("web.Server", runner.server)  # it has one, since it is set up

@@ -1,4 +1,4 @@
-"""The HTTP server of the sinks: what it logs of its clients."""
+"""The HTTP server of the sinks: whom it answers, and what it logs of its clients."""
 
 import asyncio
 import logging
@@ -75,3 +75,11 @@ async def test_a_fault_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> No
 
     (entry,) = [entry for entry in caplog.records if entry.levelno == logging.ERROR]
     assert "a fault of ours" in str(entry.exc_info)
+
+
+async def test_a_user_of_many_groups_is_answered() -> None:
+    async with serving() as (reader, writer):
+        groups = "".join([f"X-Remote-Group: {number}\r\n" for number in range(400)])
+        writer.write(f"GET /none HTTP/1.1\r\nHost: x\r\n{groups}\r\n".encode())
+
+        assert (await reader.readline()).split()[1] == b"404"
