@@ -83,7 +83,8 @@ class Sender:
     """An idempotent producer that outlives refused records and broker outages.
 
     Records of a partition are stored in the order in which they were sent. If a record has a key and no partition, the
-    key's murmur2 hash picks the partition, as in Kafka's Java client. Nothing is sent before ``check`` has passed.
+    key's murmur2 hash picks the partition, as in Kafka's Java client. Nothing is sent before ``check`` has passed. A
+    partition has one batch in flight: of at most ``max_batch_bytes`` before compression, or of one record.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Sender:
         client_id: str,
         check: TopicCheck | None = None,
         linger_ms: int = 20,
-        max_batch_bytes: int = 65536,
+        max_batch_bytes: int = 512 * 1024,
     ) -> None:
         self._connection, self._check = connection, check
         self._options: dict[str, Any] = {

@@ -110,7 +110,7 @@ class ReattributionTotals:
 async def reattribute(connection: Connection, into: str, time_range: Range) -> ReattributionTotals:
     """Attributes the samples of a time again, one partition after the other. Raises BrokerError."""
     target = dataclasses.replace(connection, topic_prefix=into)
-    sender = Sender(target, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
+    sender = Sender(target, client_id="gpustream-replay")
     totals = ReattributionTotals()
     async with (
         history.opened(connection, [samples.TOPIC.name, *_STATES]) as reader,

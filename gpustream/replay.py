@@ -289,7 +289,7 @@ def _window_hash(record: Usage) -> int:
 
 async def _replay(connection: Connection, hours: Range, policy: Accounting) -> ReplayTotals:
     """Makes the usage of each partition again, one after the other."""
-    sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
+    sender = Sender(connection, client_id="gpustream-replay")
     written_topics = (HOURS.name, MINUTES.name)
     async with history.opened(connection, [ATTRIBUTED.name, *written_topics]) as reader, connecting(sender):
         await topic_admin.check(connection, TopicAccess((ATTRIBUTED.name, *written_topics), written_topics))

@@ -284,9 +284,9 @@ class NodePublisher:
 # -- what all producers have in common
 
 
-def sender_of(name: str, connection: Connection, client_id: str) -> Sender:
+def sender_of(name: str, connection: Connection, client_id: str, **options: int) -> Sender:
     """The sender for the producer of that name: it waits until the producer's topics are ready for use."""
-    return Sender(connection, client_id=client_id, check=TopicCheck(connection, PRODUCERS[name].uses))
+    return Sender(connection, client_id=client_id, check=TopicCheck(connection, PRODUCERS[name].uses), **options)
 
 
 def count_settled(instruments: Instruments, done: "asyncio.Future[int]", sent: str, dropped: str) -> None:

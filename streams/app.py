@@ -93,7 +93,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self, member: MemberSettings, reads: Reads, stage: Stage, *, fail: Callable[[str], None] = fail_stop
     ) -> None:
         self.fail = fail
-        self.sender = Sender(member.connection(), client_id=member.group, max_batch_bytes=512 * 1024)
+        self.sender = Sender(member.connection(), client_id=member.group)
         self.reader = Reader(
             stage, lambda batch: self.batches.send(value=batch), reads, lambda timeout_s: self.sender.flush(timeout_s)
         )

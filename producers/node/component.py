@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 ANSWER_WITHIN = 0.8  # the share of the interval within which the GPUs and the kubelet must answer
 OPEN_WITHIN_S = 10.0  # how long the first tick waits for the driver: a restart must not look like a node without GPUs
 DRAIN_S = 4.0
+MAX_BATCH_BYTES = 64 * 1024  # a node has little to send, and little memory
 _MIB = 1024 * 1024
 LAST_TICK_WITHIN_S = 2.0  # how long the last tick waits at the stop: with the drain it fits into a clean stop's 10 s
 HOLDERS_WITHIN_S = 0.4
@@ -59,7 +60,7 @@ class NodeProducer:
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *instruments.INSTRUMENTS))
         self.registry = self._instruments.registry
         client_id = f"gpustream-{self.name}-{settings.node}"
-        self._sender = sender or sender_of(self.name, settings.connection(), client_id)
+        self._sender = sender or sender_of(self.name, settings.connection(), client_id, max_batch_bytes=MAX_BATCH_BYTES)
         self._reported_buffer_s: float | None = None
         self._process_owners = process_owners or ProcessOwners(settings.procfs)
         self._gpus = gpus or Gpus(self._instruments, self._process_owners, interval_s=settings.interval_s)

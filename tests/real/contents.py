@@ -52,13 +52,18 @@ async def committed(address: str, group: str, topic: str, partitions: int = 1) -
         await consumer.stop()
 
 
-def codecs(kafka: KafkaServer, topic: str) -> set[str]:
-    """How the batches of a topic are compressed on the broker's disk."""
-    codec_names = set()
+def batches(kafka: KafkaServer, topic: str) -> list[tuple[str, int]]:
+    """How each batch of a topic is compressed on the broker's disk, and how many records it has."""
+    found = []
     for segment in (kafka.directory / "data").glob(f"{topic}-[0-9]*/*.log"):
         log, position = segment.read_bytes(), 0
         while position < len(log):
-            length, attributes = struct.unpack_from(">8xi9xh", log, position)
-            codec_names.add(CODECS[attributes & 7])
+            length, attributes, records = struct.unpack_from(">8xi9xh34xi", log, position)
+            found.append((CODECS[attributes & 7], records))
             position += 12 + length
-    return codec_names
+    return found
+
+
+def codecs(kafka: KafkaServer, topic: str) -> set[str]:
+    """How the batches of a topic are compressed on the broker's disk."""
+    return {codec for codec, _ in batches(kafka, topic)}

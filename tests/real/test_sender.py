@@ -11,7 +11,7 @@ from confluent_kafka import Consumer
 from delivery.connection import Connection
 from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
-from tests.real.contents import codecs, values
+from tests.real.contents import batches, codecs, values
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
 
@@ -101,6 +101,17 @@ async def test_what_is_sent_is_compressed_as_the_settings_say_and_every_client_r
     assert codecs(kafka, topic) == {compression}
     assert await values(kafka.address, topic) == {0: values_sent}
     assert await asyncio.to_thread(by_librdkafka, kafka, topic, len(values_sent)) == values_sent
+
+
+async def test_what_many_nodes_send_at_once_is_few_batches_since_a_partition_has_one_in_flight(
+    kafka: KafkaServer,
+) -> None:
+    kafka.create_topics({"sender-nodes": 1})
+    async with sender_to(kafka) as sender:
+        sent = [sender.send("sender-nodes", random.randbytes(17_000)) for _ in range(24)]
+        await asyncio.gather(*await asyncio.gather(*sent))
+
+    assert len(batches(kafka, "sender-nodes")) <= 2
 
 
 def by_librdkafka(kafka: KafkaServer, topic: str, count: int) -> list[bytes | None]:
