@@ -9,6 +9,9 @@ While a partition has no leader and no broker answers, a producer of aiokafka re
 second. So a client waits after a request without an answer. It also closes a connection that the broker has ended:
 aiokafka may drop one without closing it, and then its descriptor stays open until the garbage collector finds it.
 
+An answer to OffsetFetch may have an error of the whole group, such as that the broker is not its coordinator any more,
+and then it has no partitions. aiokafka ignores that error, and would take the answer for "there are no commits".
+
 A producer compresses at zstd's level 1, for which aiokafka has no option: our records become no larger than at level 3,
 in 0.8 of the time.
 
@@ -32,7 +35,18 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.codec import zstd_encode
 from aiokafka.conn import CloseReason
-from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.errors import (
+    GroupCoordinatorNotAvailableError,
+    KafkaConnectionError,
+    KafkaError,
+    NodeNotReadyError,
+    NotCoordinatorForGroupError,
+    RequestTimedOutError,
+    StaleMetadata,
+    for_code,
+)
+from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
@@ -46,6 +60,7 @@ log = logging.getLogger(__name__)
 SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
 """What the client raises if no broker answers."""
 
+_OTHER_COORDINATOR = (GroupCoordinatorNotAvailableError.errno, NotCoordinatorForGroupError.errno)
 _CLOSE_TIMEOUT_S = 2.0
 _CANCELLATIONS = 20
 _LOG_AGAIN_S = 60.0
@@ -91,6 +106,22 @@ async def _get_open_conn(client: AIOKafkaClient, node_id: Any, **options: Any) -
 
 
 AIOKafkaClient._get_conn = _get_open_conn  # noqa: SLF001 - likewise
+
+
+_send_to_coordinator: Callable[..., Awaitable[Any]] = GroupCoordinator._send_req  # noqa: SLF001 - likewise
+
+
+async def _send_checked(coordinator: GroupCoordinator, request: Any) -> Any:
+    """aiokafka's own request to a group's coordinator. Raises the group's error in an answer to OffsetFetch."""
+    response = await _send_to_coordinator(coordinator, request)
+    if response.API_KEY == OffsetFetchRequest.API_KEY and (code := getattr(response, "error_code", 0)):
+        if code in _OTHER_COORDINATOR:
+            coordinator.coordinator_dead()
+        raise for_code(code)(coordinator.group_id)
+    return response
+
+
+GroupCoordinator._send_req = _send_checked  # noqa: SLF001 - likewise
 
 
 _ZSTD_LEVEL = 1

@@ -11,15 +11,19 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import aiokafka.admin.client
 import aiokafka.client
 import cramjam
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaConnectionError
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.consumer.subscription_state import SubscriptionState
+from aiokafka.errors import GroupAuthorizationFailedError, KafkaConnectionError
+from aiokafka.protocol.commit import OffsetFetchResponse_v3
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
+from aiokafka.structs import OffsetAndMetadata
 
 import delivery.clients
 from delivery import opening
@@ -112,6 +116,35 @@ async def test_a_client_waits_after_a_failed_metadata_request(
 
     assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is is_answered
     assert pauses_s == pauses
+
+
+async def commits_by(*answers: OffsetFetchResponse_v3) -> Any:
+    """The group's commits, by a client whose coordinator, 1 and then 2, gives these answers."""
+    client = Mock(
+        send=AsyncMock(side_effect=answers),
+        coordinator_lookup=AsyncMock(return_value=2),
+        ready=AsyncMock(),
+        force_metadata_update=AsyncMock(),
+    )
+    coordinator: Any = GroupCoordinator(client, SubscriptionState(), group_id="g", retry_backoff_ms=1)
+    coordinator.coordinator_id = 1
+    try:
+        return await coordinator.fetch_committed_offsets([TopicPartition("ticks", 0)])
+    finally:
+        await coordinator.close()
+
+
+@pytest.mark.parametrize("code", [14, 15, 16])
+async def test_a_commit_that_the_coordinator_can_not_give_yet_is_requested_again(code: int) -> None:
+    commits = await commits_by(
+        OffsetFetchResponse_v3(0, [], code), OffsetFetchResponse_v3(0, [("ticks", [(0, 7, "", 0)])], 0)
+    )
+    assert commits == {TopicPartition("ticks", 0): OffsetAndMetadata(7, "")}
+
+
+async def test_whoever_may_not_read_the_group_gets_an_error_and_not_that_there_is_no_commit() -> None:
+    with pytest.raises(GroupAuthorizationFailedError, match="g"):
+        await commits_by(OffsetFetchResponse_v3(0, [], 30))
 
 
 async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten(
