@@ -2,6 +2,9 @@
 
 In: an error of the Kafka client, of Python's TLS, or of the broker. Out: a line that says what to do. Pure.
 
+aiokafka has no classes for some errors of brokers, and would take each of them for the unexpected error of a server,
+which nobody can act on. So this module adds those classes to aiokafka's table.
+
 Source: Kafka's protocol for its error codes; OpenSSL's x509_vfy.h for those of certificates; and observations of Apache
 Kafka 4.1 with clients that connect with or without TLS, without a login, or with a login that the port does not want.
 """
@@ -11,7 +14,9 @@ import errno
 import socket
 import ssl
 
+import aiokafka.errors
 from aiokafka.errors import (
+    BrokerResponseError,
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
     IllegalSaslStateError,
@@ -21,6 +26,69 @@ from aiokafka.errors import (
 )
 
 from delivery.connection import Connection, CredentialsError
+
+
+class FencedLeaderEpochError(BrokerResponseError):  # type: ignore[misc] # aiokafka has no types
+    """The client's metadata are older than the broker's."""
+
+    errno, message, retriable, invalid_metadata = 74, "FENCED_LEADER_EPOCH", True, True
+
+
+class UnknownLeaderEpochError(BrokerResponseError):  # type: ignore[misc]
+    """The broker's metadata are older than the client's."""
+
+    errno, message, retriable, invalid_metadata = 75, "UNKNOWN_LEADER_EPOCH", True, True
+
+
+class OffsetNotAvailableError(BrokerResponseError):  # type: ignore[misc]
+    """A new leader does not know yet where its log ends."""
+
+    errno, message, retriable = 78, "OFFSET_NOT_AVAILABLE", True
+
+
+class GroupMaxSizeReachedError(BrokerResponseError):  # type: ignore[misc]
+    """The consumer group has as many members as the broker's group.max.size allows."""
+
+    errno, message = 81, "GROUP_MAX_SIZE_REACHED"
+
+
+class FencedInstanceIdError(BrokerResponseError):  # type: ignore[misc]
+    """Another process has joined the consumer group with the instance id of this one."""
+
+    errno, message = 82, "FENCED_INSTANCE_ID"
+
+
+class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]
+    """The broker does not take the record, such as one without a key in a compacted topic."""
+
+    errno, message = 87, "INVALID_RECORD"
+
+
+class UnstableOffsetCommitError(BrokerResponseError):  # type: ignore[misc]
+    """A transaction that commits offsets of the group is still open."""
+
+    errno, message, retriable = 88, "UNSTABLE_OFFSET_COMMIT", True
+
+
+class ThrottlingQuotaExceededError(BrokerResponseError):  # type: ignore[misc]
+    """The broker's quota of such requests is used up for now."""
+
+    errno, message, retriable = 89, "THROTTLING_QUOTA_EXCEEDED", True
+
+
+aiokafka.errors.kafka_errors |= {
+    kind.errno: kind
+    for kind in (
+        FencedLeaderEpochError,
+        UnknownLeaderEpochError,
+        OffsetNotAvailableError,
+        GroupMaxSizeReachedError,
+        FencedInstanceIdError,
+        InvalidRecordError,
+        UnstableOffsetCommitError,
+        ThrottlingQuotaExceededError,
+    )
+}
 
 _ACLS = "give its user the ACLs of this component that docs/how-to/kafka.md lists"
 _DENIED = {

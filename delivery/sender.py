@@ -27,7 +27,7 @@ from aiokafka.errors import (
 from delivery import opening
 from delivery.clients import backoff, close, producer, start_client
 from delivery.connection import Connection
-from delivery.kafka_errors import describe
+from delivery.kafka_errors import InvalidRecordError, describe
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
 
@@ -45,9 +45,11 @@ _REFUSALS = (
     InvalidMessageError,
     CorruptRecordException,
     PolicyViolationError,
+    InvalidRecordError,
 )
-_UNKNOWN_ERROR_TRIES = 5
-"""How often a record is tried after an error that the client has no class for, as it has none for INVALID_RECORD."""
+_UNEXPECTED_ERROR_TRIES = 60
+"""How often a record gets an unexpected error before it is refused: for five minutes. A broker gives it for its own
+failures, which pass; but if it failed because of the record for ever, nothing after it would ever be sent."""
 
 _INVALID_RECORD = (AssertionError, TypeError, ValueError)
 """What the client raises for a record that it can't encode, or whose partition does not exist."""
@@ -247,16 +249,16 @@ class Sender:
 
     async def _send_alone(self, record: _PendingRecord) -> None:
         """Send a record until it is acknowledged or refused."""
-        for attempt, delay_s in enumerate(backoff(_BACKOFF_S), 1):
+        unexpected_errors = 0
+        for delay_s in backoff(_BACKOFF_S):
             try:
                 metadata = await self._started_producer().send_and_wait(**record.arguments)
             except _INVALID_RECORD as error:
                 self._resolve(record, Unsendable(describe(error)))
                 return
             except KafkaError as error:
-                if isinstance(error, _REFUSALS) or (
-                    isinstance(error, UnknownError) and attempt >= _UNKNOWN_ERROR_TRIES
-                ):
+                unexpected_errors += isinstance(error, UnknownError)
+                if isinstance(error, _REFUSALS) or unexpected_errors == _UNEXPECTED_ERROR_TRIES:
                     self._resolve(record, Unsendable(describe(error)))
                     await self._replace_producer()
                     return

@@ -14,6 +14,7 @@ from aiokafka.errors import (
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
     UnsupportedSaslMechanismError,
+    for_code,
 )
 
 from delivery.connection import Connection, CredentialsError
@@ -136,3 +137,20 @@ def test_a_missing_acl_is_named_with_its_resource(error: Exception, expected: st
 def test_an_error_is_named_once() -> None:
     assert describe(KafkaConnectionError("away")) == "KafkaConnectionError: away"
     assert describe(TimeoutError()) == "TimeoutError"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (81, "GroupMaxSizeReachedError: [Error 81] GroupMaxSizeReachedError"),
+        (82, "FencedInstanceIdError: [Error 82] FencedInstanceIdError"),
+        (87, "InvalidRecordError: [Error 87] InvalidRecordError"),
+    ],
+)
+def test_an_error_for_which_aiokafka_has_no_class_has_its_own_name(code: int, text: str) -> None:
+    assert describe(for_code(code)()) == text
+
+
+@pytest.mark.parametrize("code", [74, 75, 78, 88, 89])
+def test_a_temporary_error_for_which_aiokafka_has_no_class_is_retried(code: int) -> None:
+    assert for_code(code).retriable

@@ -11,6 +11,7 @@ from aiokafka.errors import (
     MessageSizeTooLargeError,
     RequestTimedOutError,
     UnknownError,
+    for_code,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,7 +71,7 @@ def test_the_producer_is_idempotent_and_waits_for_every_replica() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("refusal", [MessageSizeTooLargeError, InvalidTimestampError])
+@pytest.mark.parametrize("refusal", [MessageSizeTooLargeError, InvalidTimestampError, for_code(87)])
 def test_of_a_refused_batch_only_the_bad_record_is_unsendable_and_the_others_keep_their_order(
     refusal: type[Exception],
 ) -> None:
@@ -82,19 +83,29 @@ def test_of_a_refused_batch_only_the_bad_record_is_unsendable_and_the_others_kee
     play(scenario)
 
 
-def test_an_unknown_refusal_is_retried_a_few_times_and_then_final() -> None:
+def test_a_record_that_always_gets_an_unexpected_error_is_unsendable_after_five_minutes() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.refused[b"bad"] = UnknownError
+        sent_s = asyncio.get_running_loop().time()
         assert await send_all(sender, [b"a", b"bad", b"b"]) == [0, "unsendable", 1]
-        assert len(cluster.producers) == 7
+        assert asyncio.get_running_loop().time() - sent_s == pytest.approx(300, rel=0.1)
 
     play(scenario)
 
 
-def test_an_unknown_error_that_passes_loses_nothing() -> None:
+def test_an_unexpected_error_that_passes_within_minutes_loses_nothing() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
-        cluster.lost_answers = [UnknownError() for _ in range(4)]
-        assert await send_all(sender, [b"a"]) == [4]
+        cluster.refused[b"a"] = UnknownError
+        asyncio.get_running_loop().call_later(240, cluster.refused.clear)
+        assert await send_all(sender, [b"a"]) == [0]
+
+    play(scenario)
+
+
+def test_an_unexpected_error_after_an_outage_loses_nothing() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.raised = [RequestTimedOutError() for _ in range(100)] + [UnknownError()]
+        assert await send_all(sender, [b"a"]) == [0]
 
     play(scenario)
 
