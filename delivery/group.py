@@ -18,7 +18,6 @@ from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import (
     CommitFailedError,
-    GroupAuthorizationFailedError,
     IllegalStateError,
     KafkaError,
     TopicAuthorizationFailedError,
@@ -97,6 +96,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._joined = False
         self._fetched = 0
         self._last_error: str | None = None
+        self._commit_error: str | None = None
+        self._commits_since_s: list[float] = []  # when each commit that is under way was begun
         self._silent_since_s: float | None = None
         self._log_throttle = LogThrottle()
         self._topic_watch, self._partition_watch = TopicWatch(self._topics), PartitionWatch()
@@ -210,7 +211,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def on_partitions_assigned(self, assigned: Any) -> None:
         """Called by the client, which sends no heartbeats until this returns."""
         self.check_topics(time.monotonic())
-        self._joined, self._last_error = True, None
+        self._joined, self._last_error, self._commit_error = True, None, None
         self._log_throttle = LogThrottle()
         self._member.assigned(self.assignment())
 
@@ -264,8 +265,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 await self._consumer.getmany(_NO_PARTITION, timeout_ms=0)
             except KafkaError as error:
                 self._report(error)
-                if isinstance(error, GroupAuthorizationFailedError):  # or the client never sends a heartbeat again
-                    self._consumer._coordinator.request_rejoin()  # noqa: SLF001
+                # the error may have ended the client's tasks for heartbeats and commits, which only a join starts again
+                self._consumer._coordinator.request_rejoin()  # noqa: SLF001
                 if "Unexpected error during coordination" in str(error):  # it has ended the client's task
                     self._fail(f"no member of the group {self.name} any more: {describe(error)}")
             now_s, silent = time.monotonic(), self._consumer._coordinator.coordinator_id is None  # noqa: SLF001
@@ -342,11 +343,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         return frozenset(self._consumer._client.cluster.unauthorized_topics)  # noqa: SLF001
 
     def _problem(self) -> str | None:
-        """What is wrong now: a connection's trouble, else the broker's last error, else that no broker answers."""
-        since_s = self._silent_since_s
-        silent = since_s is not None and time.monotonic() - since_s >= _SILENT_S
+        """What is wrong now: a connection's trouble, else the broker's last error, else what it does not answer."""
+        now_s = time.monotonic()
+        silent = self._silent_since_s is not None and now_s - self._silent_since_s >= _SILENT_S
         no_answer = f"no Kafka broker answers for the group {self.name} at {self.connection}" if silent else None
-        return opening.trouble(self.connection) or self._last_error or no_answer
+        waited_s = now_s - min(self._commits_since_s, default=now_s)
+        waiting = f"a commit of the group {self.name} has waited {waited_s:.0f} s" if waited_s >= _SILENT_S else None
+        return opening.trouble(self.connection) or self._last_error or no_answer or self._commit_error or waiting
 
     def _report(self, error: Exception) -> None:
         """Log an error, and again each minute while it lasts."""
@@ -456,9 +459,16 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         assigned = self._consumer.assignment()
         requested = {self._to_kafka(tp): offset for tp, offset in offsets.items()}
         commits = {tp: offset for tp, offset in requested.items() if tp in assigned}
+        self._commits_since_s.append(begun_s := time.monotonic())
         try:
             if commits:
                 await self._consumer.commit(commits)
         except (CommitFailedError, IllegalStateError):
             return False
+        except KafkaError as error:
+            self._commit_error = f"offsets of the group {self.name} are not committed: {describe(error)}"
+            raise
+        finally:
+            self._commits_since_s.remove(begun_s)
+        self._commit_error = None
         return len(commits) == len(offsets)

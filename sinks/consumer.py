@@ -21,6 +21,7 @@ from aiokafka.errors import IllegalStateError, KafkaError
 from delivery import positions
 from delivery.dead_letters import Abandoned, DeadLetters, Record
 from delivery.group import ConsumerGroup
+from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.positions import Start, StartFrom
 from delivery.settings import DEAD_LETTERS, MemberSettings, TopicAccess
@@ -101,7 +102,7 @@ class GroupReader:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read until ``stop``. Raises what a handler raises, the broker's refusal of this client, and MustRestart."""
+        """Read until ``stop``. Raises what a handler raises, and MustRestart."""
         if (checked := await self._check.wait(stop)) is None:
             return
         group = self._group = ConsumerGroup(self._settings, list(self._sources), self, checked.partitions)
@@ -238,7 +239,7 @@ class Assignment:
         self._unfinished: deque[int] = deque()
 
     async def run(self, from_: StartFrom, recall_s: float, *, holds: bool = False) -> None:
-        """Read and deliver until abandoned. Raises Abandoned, KafkaError, and whatever the handler raises."""
+        """Read and deliver until abandoned. Raises Abandoned, IllegalStateError, and whatever the handler raises."""
         start = await self._open(from_, recall_s)
         try:
             await self._read(start.position, start.resume, holds=holds)
@@ -381,13 +382,19 @@ class Assignment:
         self.busy = False
 
     async def _commit(self, offset: int) -> None:
-        if self._closed:
-            raise Abandoned
-        try:
-            committed = await self._group.commit({self.tp: offset})
-        except KafkaError:
-            self._outcomes.committed(ok=False)
-            raise
-        self._outcomes.committed(ok=committed)
-        if not committed:  # the group has moved on
-            raise Abandoned
+        """Commit an offset, for as long as that takes. Raises Abandoned."""
+        while not self._closed:
+            try:
+                committed = await self._group.commit({self.tp: offset})
+            except KafkaError as error:
+                self._outcomes.committed(ok=False)
+                log.warning("%s: not committed (%s), trying again", self.name, describe(error))
+                if self.abandon.is_set():
+                    break
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._outcomes.committed(ok=committed)
+            if committed:
+                return
+            break  # the group has moved on
+        raise Abandoned

@@ -18,6 +18,7 @@ from aiokafka.errors import (
     InconsistentGroupProtocolError,
     KafkaConnectionError,
     KafkaError,
+    OffsetMetadataTooLargeError,
 )
 from aiokafka.structs import OffsetAndMetadata
 
@@ -147,6 +148,34 @@ async def test_a_commit_that_the_broker_does_not_answer_is_raised() -> None:
         await group_of(client)[0].commit({TICKS_0: 5})
 
 
+async def test_a_commit_that_fails_is_a_reason_not_to_be_ready_until_one_succeeds() -> None:
+    client = Client(TICKS_0)
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(None)
+    client.refuses = OffsetMetadataTooLargeError()
+    with pytest.raises(OffsetMetadataTooLargeError):
+        await group.commit({TICKS_0: 5})
+    assert "not committed: OffsetMetadataTooLargeError" in "".join(group.not_ready())
+    client.refuses = None
+    assert await group.commit({TICKS_0: 5})
+    assert group.not_ready() == []
+
+
+async def test_a_commit_that_gets_no_answer_is_a_reason_not_to_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(TICKS_0)
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(None)
+    monkeypatch.setattr(client, "commit", lambda _: asyncio.Event().wait())
+    committing = asyncio.ensure_future(group.commit({TICKS_0: 5}))
+    await asyncio.sleep(0)
+    assert group.not_ready() == []
+    monkeypatch.setattr(module, "_SILENT_S", 1e-9)
+    assert "a commit of the group g has waited 0 s" in "".join(group.not_ready())
+    committing.cancel()
+    await asyncio.wait([committing])
+    assert group.not_ready() == []
+
+
 async def test_every_position_is_sought_and_a_revoked_partition_is_raised() -> None:
     client = Client(TICKS_0)
     group, _ = group_of(client)
@@ -171,7 +200,7 @@ async def test_errors_of_the_coordinator_do_not_stop_the_member_and_each_kind_is
     watching.cancel()
     assert len(caplog.messages) == 2
     assert "GroupAuthorizationFailedError" in group.not_ready()[0]
-    assert client.rejoins == 5
+    assert client.rejoins == 10, "after any of them the client may have ended its heartbeats"
     assert not group.failed.done()
     await group.on_partitions_assigned(set())
     assert group.not_ready() == []

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
+from aiokafka.errors import UnknownError
 
 from delivery.dead_letters import Abandoned, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
+from sinks import consumer
 from sinks.consumer import Assignment
 from sinks.outcomes import Outcomes
 from tests.eventually import eventually
@@ -147,6 +149,37 @@ async def test_a_commit_that_is_refused_ends_it_and_is_counted() -> None:
     assert setup.instruments.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 1
     assert setup.count("delivered_total") == 2
     assert setup.count("released_total") == 8
+
+
+async def test_a_commit_that_fails_is_tried_again_and_nothing_is_delivered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failing(FakeGroup):
+        errors = 3
+
+        async def commit(self, offsets: dict[object, int]) -> bool:
+            if self.commits and self.errors:
+                self.errors -= 1
+                raise UnknownError
+            return await super().commit(offsets)
+
+    monkeypatch.setattr(consumer, "_RETRY_S", 0.01)
+    setup = Setup(Failing(LOG))
+    await setup.read()
+    assert setup.handler.delivered == list(range(10))
+    assert setup.consumer.commits == [0, 2, 4, 6, 8, 10]
+    assert setup.instruments.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 3
+
+
+async def test_a_commit_that_fails_after_the_partition_is_revoked_is_not_tried_again() -> None:
+    class Failing(FakeGroup):
+        async def commit(self, offsets: dict[object, int]) -> bool:
+            setup.assignment.abandon.set()
+            raise UnknownError
+
+    setup = Setup(Failing(LOG))
+    with pytest.raises(Abandoned):
+        await setup.assignment.run("earliest", 2.0)
 
 
 async def test_a_broker_that_is_away_at_the_start_is_waited_for() -> None:
