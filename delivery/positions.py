@@ -123,7 +123,7 @@ async def find_start_with_state(
     commits = dict(zip(tps, await asyncio.gather(*(group.committed(tp) for tp in tps)), strict=True))
     starts = await _resume(group, commits)
     recreated = {tp for tp in states if previous.states.get(tp, 0) > starts[tp].end}
-    fresh = {tp.partition for tp in states if tp not in recreated and previous.states.get(tp, -1) < starts[tp].begin}
+    fresh = {tp.partition for tp in states if previous.states.get(tp, -1) < starts[tp].begin}
     fresh |= {tp.partition for tp in inputs if starts[tp].resume < previous.commits.get(tp, 0)}
     unread = [tp for tp in states if tp.partition in fresh or tp in recreated]
     anchors = {

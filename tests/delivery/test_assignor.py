@@ -44,11 +44,11 @@ class Group:
         return {member: dict(assignment.assignment) for member, assignment in assignments_by_member.items()}
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=12), st.integers(1, COUNT))
 def test_equal_numbers_stay_together_and_are_distributed_evenly_with_the_fewest_moves(
-    changes: list[tuple[str, bool]],
+    changes: list[tuple[str, bool]], count: int
 ) -> None:
-    group = Group(**dict.fromkeys(TOPICS, COUNT))
+    group = Group(**dict.fromkeys(TOPICS, count))
     group.join("first")
     before: dict[str, set[int]] = {}
     for member, stays in [("first", True), *changes]:
@@ -63,17 +63,17 @@ def test_equal_numbers_stay_together_and_are_distributed_evenly_with_the_fewest_
         }
         assert all(len(numbers) == 1 for numbers in assignments.values()), "topics apart"
         shares = {member: set(numbers.pop()) for member, numbers in assignments.items()}
-        assert sorted(n for share in shares.values() for n in share) == list(range(COUNT))
+        assert sorted(n for share in shares.values() for n in share) == list(range(count))
         sizes = sorted(map(len, shares.values()))
         assert sizes[-1] - sizes[0] <= 1
         unchanged = sum(len(before.get(member, set()) & share) for member, share in shares.items())
-        most = _most_that_can_be_kept([len(before.get(member, ())) for member in shares], len(shares))
+        most = _most_that_can_be_kept([len(before.get(member, ())) for member in shares], count)
         assert unchanged == most
         before = shares
 
 
-def _most_that_can_be_kept(previous_counts: list[int], members: int) -> int:
-    share, remainder = divmod(COUNT, members)
+def _most_that_can_be_kept(previous_counts: list[int], partitions: int) -> int:
+    share, remainder = divmod(partitions, len(previous_counts))
     over = sum(count > share for count in previous_counts)
     return sum(min(count, share) for count in previous_counts) + min(remainder, over)
 
@@ -91,7 +91,37 @@ def test_a_member_that_comes_back_with_its_partitions_gets_them_back() -> None:
 
 
 def test_if_two_claim_a_number_the_later_owner_keeps_it() -> None:
-    assert assign_numbers(2, ["old", "new"], {"old": (3, [0, 1]), "new": (5, [1])}) == {"old": [0], "new": [1]}
+    assert assign_numbers(4, ["a", "b"], {"a": (3, [0, 1]), "b": (5, [1, 2])}) == {"a": [0, 3], "b": [1, 2]}
+
+
+def test_a_member_that_missed_assignments_gets_nothing_that_others_may_keep() -> None:
+    group = Group(**dict.fromkeys(TOPICS, COUNT))
+    for member in "ab":
+        group.join(member)
+    group.rebalance()
+    away = group.members.pop("a")
+    group.rebalance()
+    group.join("c")
+    before = group.rebalance()
+    group.members["a"] = away
+    after = group.rebalance()
+    assert all(set(after[member]["samples"]) < set(before[member]["samples"]) for member in "bc")
+
+
+def test_members_keep_their_partitions_when_they_read_a_further_topic() -> None:
+    group = Group(**dict.fromkeys(TOPICS, COUNT))
+    for member in "abc":
+        group.join(member, TOPICS[:2])
+    group.rebalance()
+    del group.members["b"]
+    before = group.rebalance()
+    group.topics = dict.fromkeys("ac", TOPICS)
+    after = group.rebalance()
+    assert all(after[member]["workloads"] == before[member]["samples"] for member in "ac")
+
+
+def test_if_a_topic_is_created_again_with_fewer_partitions_the_others_are_no_longer_assigned() -> None:
+    assert assign_numbers(2, ["a"], {"a": (1, [2, 0])}) == {"a": [0, 1]}
 
 
 def test_topics_with_another_partition_count_are_distributed_separately() -> None:

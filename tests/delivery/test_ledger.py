@@ -80,7 +80,7 @@ def test_a_record_that_is_set_aside_holds_its_offset_back_but_no_bytes() -> None
     ledger.finish(second_record)
     assert (ledger.open_bytes, ledger.position(TP), ledger.unfinished()) == (0, 0, 1)
     ledger.finish(first_record)
-    ledger.set_aside(first_record)
+    ledger.set_aside(second_record)
     assert (ledger.open_bytes, ledger.position(TP)) == (0, 2)
 
 

@@ -251,7 +251,8 @@ async def test_state_younger_than_ten_minutes_is_read_from_its_beginning() -> No
 async def test_compacted_state_is_read_whole_and_other_state_as_usual() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    desk.log(LABELS).append(3, timestamp=0)
+    desk.log(LABELS).append(2, timestamp=0)
+    desk.log(LABELS).append(timestamp=NOW_MS)
     desk.log(LABELS).retain(1)
     desk.log(TICKS).append(timestamp=NOW_MS)
     start = await find_all(desk, None, LABELS.topic)

@@ -110,3 +110,10 @@ def test_a_tick_that_its_producer_wrote_twice_is_accepted_once() -> None:
     node, _ = take(Node(), Tick(1, 7, 1000, 40))
 
     assert verdict(node.last, Tick(1, 7, 1000, 41)) == "replay"
+
+
+def test_a_log_that_is_created_again_may_begin_at_the_last_offset_or_at_an_earlier_time() -> None:
+    node, _ = take(Node(), Tick(1, 7, 1000, 40))
+
+    assert verdict(node.last, Tick(1, 8, 1001, 40)) == "new_log"
+    assert verdict(node.last, Tick(1, 8, 900, 3)) == "new_log"
