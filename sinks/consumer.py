@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 BATCH_RECORDS = 250
 """The most records of a partition that are fetched at a time."""
 
+_RECALL_RECORDS = 10
+"""So many of them are recalled in one turn of the event loop: a handler may take milliseconds for each."""
+
 LEAVE_S = 4.0
 """How long a delivery in progress may still take when its partition is revoked."""
 
@@ -303,8 +306,9 @@ class Assignment:
                 continue
             if records[0].offset != position:
                 resume = await self._jump(max(position, resume), position, records[0].offset)
-            if history := [record for record in records if record.offset < resume]:
-                self._handler.recall(history)
+            history = [record for record in records if record.offset < resume]
+            for start in range(0, len(history), _RECALL_RECORDS):
+                self._handler.recall(history[start : start + _RECALL_RECORDS])
                 await asyncio.sleep(0)
             if len(history) < len(records):
                 self.next = resume if self.next is None else self.next

@@ -44,6 +44,9 @@ AHEAD_BYTES = 64 << 20
 """The most bytes of unfinished records in all partitions together, give or take a batch of each."""
 
 _IN_DOUBT_RECORDS = 3 * AHEAD_RECORDS
+_FOLD_RECORDS = 10
+"""So many ticks are put into windows in one turn of the event loop: each is translated, which takes milliseconds."""
+
 _COUNT_EVERY_S = 0.25
 _LOG_GAP_S = 1.0
 """When nothing was logged for longer, Kafka was away, and no node was silent: only so much counts as their silence."""
@@ -96,8 +99,13 @@ class RemoteWritePartition:
 
         When ``abandon`` is set, it waits for the requests in flight.
         """
-        if records:
+        if not self._windows and records:
             self._put(records, abandon)
+        for start in range(0, len(records), _FOLD_RECORDS) if self._windows else ():
+            self._put(records[start : start + _FOLD_RECORDS], abandon)
+            await asyncio.sleep(0)
+            if abandon.is_set():
+                break  # the rest is read again by the next owner
         self._queue.pump()
         while True:
             self._moved.clear()

@@ -104,6 +104,22 @@ async def test_a_group_whose_offset_is_no_longer_in_the_log_commits_where_it_goe
     assert setup.count("expired_total") == 12
 
 
+async def test_heartbeats_go_on_while_a_large_batch_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(FakeGroup([ConsumedRecord(offset, b"", 1000) for offset in range(100)], group=100))
+    loop, turns_of_recalls = asyncio.get_running_loop(), list[int]()
+    turn = 0
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(count_turns)
+
+    monkeypatch.setattr(setup.handler, "recall", lambda _: turns_of_recalls.append(turn))
+    loop.call_soon(count_turns)
+    await setup.read()
+    assert len(set(turns_of_recalls)) >= 10
+
+
 async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
     setup = Setup(FakeGroup(LOG, group=6))
     await setup.read()

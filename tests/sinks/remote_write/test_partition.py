@@ -462,6 +462,22 @@ async def test_what_is_in_a_window_that_is_not_over_is_not_finished() -> None:
     assert setup.balanced()
 
 
+async def test_other_work_goes_on_while_a_large_batch_is_put_into_windows() -> None:
+    setup, turns = in_windows(), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    working = asyncio.ensure_future(others())
+    async for _ in setup.handler.deliver(seconds(*range(1, 251)), setup.abandon):
+        pass
+    working.cancel()
+    assert turns >= 25
+
+
 async def test_a_node_that_is_behind_holds_back_what_may_be_committed_and_nothing_else() -> None:
     setup = in_windows()
     slow, *fast = seconds(1, node="slow"), *(tick for n in range(2, 30) for tick in seconds(n, node="fast"))
