@@ -129,6 +129,8 @@ async def original(reader: History, letter: Letter) -> Original | str:
     same_key = key == letter.key or (letter.key is None and len(key or b"") > MAX_KEY_BYTES)
     if not (same_key and len(value) == letter.cause.length and value.startswith(letter.value)):
         return f"the letter lacks {missing_part}, and another record stands at its place now: {name} was created again"
+    if key is None and record.value is None:
+        return "it has neither a key nor a value: there is nothing to send"
     return Original(key, record.value)
 
 

@@ -83,7 +83,7 @@ class Resubmission:
                         await self._sender.send(
                             prefixed(contract.TOPIC.name),
                             None,
-                            key=letter.key,
+                            key=letter.key or b"",  # the client sends no record without key and value
                             partition=letter.id.partition,
                             headers=contract.receipt(letter.id.offset),
                         ),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner, Result
+from confluent_kafka import Producer
 
 from delivery import topic_admin
 from gpustream import history
@@ -180,6 +181,30 @@ async def test_what_readers_would_drop_or_take_for_news_is_refused_with_the_reas
         "not sent: 0:3: the letter lacks its key, and gpu.samples does not have the record any more",
     ]
     assert await read_all(kafka.address, "gpu.samples") == []
+
+
+async def test_records_without_a_key_are_sent_again_once_and_hold_up_no_others(kafka: KafkaServer) -> None:
+    records = [(None, b"no key"), (b"k" * 2000, b"a long key"), (b"c/n", b"a key"), (None, None)]
+    originals = Producer({"bootstrap.servers": kafka.address})  # aiokafka's sends none without key and value
+    for key, value in records:
+        originals.produce("gpu.samples", value, key, partition=0)
+    originals.flush(10)
+    async with producing(kafka) as producer:
+        for offset, (key, value) in enumerate(records):
+            origin = Origin("gpu.samples", 0, offset)
+            letter = dead_letters.letter(key, value, origin, stage="s", error="e: f", at_ms=1)
+            await producer.send_and_wait(
+                dead_letters.TOPIC.name, letter.value, letter.key, headers=letter.headers, partition=0
+            )
+    first, second = [await command(kafka, "resubmit", "--yes") for _ in range(2)]
+    samples = [(record.key, record.value) for record in await read_all(kafka.address, "gpu.samples")]
+
+    assert (first.stdout, second.stdout) == (
+        "gpu.samples: 3 records sent again\n",
+        "nothing is to be sent again\n",
+    )
+    assert first.stderr == "not sent: 0:3: it has neither a key nor a value: there is nothing to send\n"
+    assert samples == [*records, *records[:3]]
 
 
 RIGHTS = [
