@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.eventually import LIMIT_S
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 
 # A busy machine is no reason to fail, so no example has a deadline. The examples are the same every time, except in the
@@ -132,7 +133,7 @@ def nvml(nvml_directory: Path) -> Iterator[ScriptedNvml]:
     scripted.driver("absent")
     started = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("nvml-")]
     for thread in started:
-        thread.join(timeout=60)
+        thread.join(timeout=LIMIT_S)
     assert not [thread.name for thread in started if thread.is_alive()]
 
 

@@ -91,7 +91,7 @@ def cause(headers: Iterable[tuple[str, bytes | None]]) -> Cause | None:
 
 
 def receipt(offset: int) -> Headers:
-    """The headers of a letter's receipt: a record in the letter's partition, with its key, or an empty one, and no value."""
+    """The headers of a letter's receipt: a record in the letter's partition, with its key or an empty one, no value."""
     return [(RESUBMITTED, str(offset).encode())]
 
 

@@ -99,11 +99,11 @@ class RemoteWritePartition:
 
         When ``abandon`` is set, it waits for the requests in flight.
         """
-        if not self._windows and records:
-            self._put(records, abandon)
-        for start in range(0, len(records), _FOLD_RECORDS) if self._windows else ():
-            self._put(records[start : start + _FOLD_RECORDS], abandon)
-            await asyncio.sleep(0)
+        at_once = _FOLD_RECORDS if self._windows else len(records) or 1
+        for start in range(0, len(records), at_once):
+            self._put(records[start : start + at_once], abandon)
+            if self._windows:
+                await asyncio.sleep(0)
             if abandon.is_set():
                 break  # the rest is read again by the next owner
         self._queue.pump()

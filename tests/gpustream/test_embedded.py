@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError, every_topic
+from tests.eventually import LIMIT_S
 from topics import TOPICS
 
 TOPIC = "gpu.samples"
@@ -176,5 +177,5 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL
-    waited = subprocess.run(["tail", f"--pid={killed.stdout.strip()}", "-f", os.devnull], timeout=10, check=False)
+    waited = subprocess.run(["tail", f"--pid={killed.stdout.strip()}", "-f", os.devnull], timeout=LIMIT_S, check=False)
     assert waited.returncode == 0

@@ -22,7 +22,7 @@ from delivery.instruments import Instruments
 from delivery.values import Address
 from gpustream import health as module
 from gpustream.health import Health, ListenError, listening
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.gpustream.fakes import INSTRUMENTS
 from tests.real.faults import no_descriptors
 from tests.real.pipeline import Gpustream
@@ -58,7 +58,7 @@ async def _served(health: Health) -> AsyncIterator[Address]:
 def _ask(address: Address, path: str, accept: str = "*/*") -> Answer:
     request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - http, as written above
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310 - http, as written above
             return Answer(answer.status, answer.read().decode(), answer.headers["Content-Type"])
     except urllib.error.HTTPError as error:
         with error:

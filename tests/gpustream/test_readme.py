@@ -12,6 +12,7 @@ import pytest
 
 from gpustream.tally import RunSummary
 from tests.command_line import parsed
+from tests.eventually import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def test_what_needs_no_server_runs_and_ends_as_the_sample_says(line: str) -> Non
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=LIMIT_S,
     )
 
     assert result.returncode == 0, result.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from gpustream.run import STORY_RULES
 from streams.alerts.rules import rules_file
-from tests.eventually import eventually_sync
+from tests.eventually import LIMIT_S, eventually_sync
 from tests.nvml.scripted import ScriptedNvml
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def test_a_short_run_loses_nothing_and_says_so_in_one_object(port: int, tmp_path
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=LIMIT_S,
     )
 
     assert result.returncode == 0, result.stderr
@@ -49,7 +49,7 @@ def test_ctrl_c_drains_and_shows_people_the_summary(port: int) -> None:
     process = subprocess.Popen(_options(port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _scraped(port)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 0, err
     assert out.splitlines()[-1].split() == ["lost", "0"]
@@ -75,7 +75,7 @@ def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for child in children:
         os.kill(int(child), signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=LIMIT_S)
 
     assert len(children) == 1
     assert process.returncode == 1
@@ -85,7 +85,7 @@ def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:
 def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         result = subprocess.run(
-            _options(listener.getsockname()[1]), capture_output=True, text=True, check=False, timeout=60
+            _options(listener.getsockname()[1]), capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
 
     assert result.returncode == 1
@@ -109,7 +109,7 @@ def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_mac
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=LIMIT_S,
         )
     finally:
         process.communicate(b"\n")
@@ -135,7 +135,7 @@ def test_a_machine_without_a_driver_gets_a_sentence_that_says_what_to_do() -> No
 
 def test_the_embedded_broker_takes_no_login() -> None:
     command = [*RUN, "--simulate", "1x1", "--kafka-security", "ssl"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
     assert result.returncode == 2
     assert "--kafka-security: it is of no use without --kafka or --kafka-config" in result.stderr
@@ -159,12 +159,12 @@ def test_it_serves_a_page_and_says_where() -> None:
             assert b"<title>gpustream</title>" in answer.read()
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT_S)
 
 
 def test_without_a_page_none_is_served(port: int) -> None:
     command = _options(port, "--page-listen", "off", "--duration", "1s")
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
     assert result.returncode == 0, result.stderr
     assert "the page is at" not in result.stderr

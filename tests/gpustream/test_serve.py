@@ -15,6 +15,7 @@ import pytest
 from delivery.topic_admin import ContractMismatch, Mismatch
 from delivery.values import Address
 from gpustream import serve
+from tests.eventually import LIMIT_S
 from tests.gpustream.fakes import FakeComponent, FakeSettings
 
 SETTINGS = FakeSettings("127.0.0.1:1", "c")
@@ -46,13 +47,13 @@ def _process(body: str, within: float = 10.0) -> subprocess.Popen[str]:
 def test_sigterm_stops_cleanly() -> None:
     process = _process("await stop.wait()")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 0
     assert "signal=SIGTERM" in err
 
 
-HANGS = ["await asyncio.sleep(60)", "while True: time.sleep(0.1)", "while True: threading.Event().wait(0.1)"]
+HANGS = ["await asyncio.sleep(3600)", "while True: time.sleep(0.1)", "while True: threading.Event().wait(0.1)"]
 """A signal that comes just before a system call does not end it: so each takes a part of a second only."""
 
 
@@ -60,7 +61,7 @@ HANGS = ["await asyncio.sleep(60)", "while True: time.sleep(0.1)", "while True: 
 def test_a_stop_that_hangs_ends_with_70(body: str) -> None:
     process = _process(body, within=0.2)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 70
     assert "not stopped in time" in err
@@ -72,7 +73,7 @@ def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
     async def stubborn():
         while True:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 pass
 
@@ -81,27 +82,27 @@ def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
     print("the end")
     return 3
     """
-    process = _process(stubborn, within=60)
+    process = _process(stubborn, within=3600)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT_S)
 
     assert (process.returncode, out) == (3, "the end\n")
 
 
 @pytest.mark.slow
 def test_a_thread_that_will_not_end_does_not_keep_the_process() -> None:
-    process = _process("threading.Thread(target=time.sleep, args=(60,)).start(); return 3", within=60)
-    process.communicate(timeout=20)
+    process = _process("threading.Thread(target=time.sleep, args=(3600,)).start(); return 3", within=3600)
+    process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 3
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    process = _process("await asyncio.sleep(60)", within=60)
+    process = _process("await asyncio.sleep(3600)", within=3600)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 70
 

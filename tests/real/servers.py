@@ -35,6 +35,7 @@ from confluent_kafka.admin import (
 )
 
 from delivery.connection import Connection
+from tests.eventually import LIMIT_S
 from tests.real.certificates import Authority
 from tests.real.process import HttpServer, Server, listens
 from topics.topic import load_topics
@@ -45,7 +46,7 @@ PROMETHEUS = "prometheus-3.15.0"
 PROMETHEUS_2 = "prometheus-2.42.0"
 ALERTMANAGER = "alertmanager-0.34.0"
 PROMETHEUS_ADAPTER = "prometheus-adapter-0.12.0"
-ASK_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 60.0
 
 
 class Missing(Exception):
@@ -132,7 +133,7 @@ def find_prometheus_adapter() -> Path:
 
 def takes_remote_write_2(program: Path) -> bool:
     """Whether that Prometheus lets one choose the remote-write messages it accepts, which came with 2.0."""
-    result = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=30)
+    result = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=LIMIT_S)
     return "remote-write-receiver.accepted-protobuf-messages" in result.stdout + result.stderr
 
 
@@ -209,7 +210,7 @@ class KafkaServer(Server):
         self._properties.write_text("\n".join(lines) + "\n")
         with self.log.open("ab") as log:
             format_it = ["kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", str(self._properties)]
-            subprocess.run([*self._java(), *format_it], check=True, stdout=log, stderr=log, timeout=ASK_TIMEOUT_S * 30)
+            subprocess.run([*self._java(), *format_it], check=True, stdout=log, stderr=log, timeout=LIMIT_S)
 
     def command(self) -> Sequence[str]:
         """The broker in the foreground."""
@@ -480,7 +481,7 @@ class AlertmanagerServer(HttpServer):
 
     def alerts(self) -> list[Mapping[str, Any]]:
         """The alerts that it holds to be active, as its API gives them."""
-        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=60) as answer:  # noqa: S310 - http, and ours
+        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
             active: list[Mapping[str, Any]] = json.load(answer)
         return active
 
@@ -555,7 +556,7 @@ class PrometheusServer(HttpServer):
 
     def _ask(self, path: str, parameters: Mapping[str, str]) -> list[Series]:
         body = urllib.parse.urlencode(parameters).encode()
-        with urllib.request.urlopen(f"{self.query_url}/api/v1/{path}", body, timeout=60) as answer:  # noqa: S310 - http, and ours
+        with urllib.request.urlopen(f"{self.query_url}/api/v1/{path}", body, timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
             data = json.load(answer)["data"]
         if data["resultType"] in {"scalar", "string"}:
             return [Series({}, [_point(data["result"])])]

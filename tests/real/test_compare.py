@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from gpustream.cli import main
 from sinks.remote_write import encode_v1
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
+from tests.eventually import LIMIT_S
 from tests.real.servers import PrometheusServer
 
 THEIR_LABELS, OUR_LABELS = 'job="compare-dcgm-exporter"', 'cluster="compare"'
@@ -22,7 +23,7 @@ def write(prometheus: PrometheusServer, groups: Iterable[SampleGroup]) -> None:
     body = bytes(cramjam.snappy.compress_raw(encode_v1.encode([*groups])))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
-    with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - http, and ours
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
         assert answer.status in (200, 204)
 
 

@@ -26,7 +26,7 @@ from confluent_kafka import ConsumerGroupState, Producer
 
 from delivery import topic_admin
 from tests.docs.page import CONSUMERS, blocks
-from tests.eventually import eventually_sync
+from tests.eventually import LIMIT_S, eventually_sync
 from tests.real.conftest import need
 from tests.real.consumers_truth import (
     Row,
@@ -194,7 +194,7 @@ def run(filled: Filled, text: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

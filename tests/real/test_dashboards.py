@@ -28,7 +28,7 @@ import yaml
 
 from delivery.connection import Connection
 from delivery.sender import Sender
-from tests.eventually import eventually_sync
+from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s import dashboard
 from tests.k8s.dashboard import Query
 from tests.real import dashboards_truth, receivers
@@ -104,7 +104,7 @@ class ComposePrometheus(PrometheusServer):
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule, with its health and its state."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/rules", timeout=10) as answer:  # noqa: S310 - http, and ours
+        with urllib.request.urlopen(f"{self.url}/api/v1/rules", timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
             groups = json.load(answer)["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
@@ -193,7 +193,7 @@ def create_topics(network: Network) -> None:
     """Runs the service `topics` to its end."""
     command = [sys.executable, "-m", "gpustream", *network.arguments("topics")]
     environment = os.environ | network.environment("topics")
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert process.returncode == 0, process.stderr
 
 

@@ -26,7 +26,7 @@ from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
-from tests.eventually import eventually, eventually_sync
+from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.kubernetes import ADMIN, ApiServer, Json
 from tests.real.pipeline import Gpustream, Truth, lag, read_all, running
 from tests.real.servers import KafkaCluster, KafkaServer, PrometheusServer
@@ -143,9 +143,9 @@ async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_l
     admin = kafka.admin()
     group = ConsumerGroupTopicPartitions("gpustream-sink-webhook", away)
     for altered in admin.alter_consumer_group_offsets([group]).values():
-        altered.result(10)
+        altered.result(LIMIT_S)
     for deleted in admin.delete_records([TheirPartition("gpu.attributed", *item) for item in ends.items()]).values():
-        deleted.result(10)
+        deleted.result(LIMIT_S)
     _, results = await look(kafka)
 
     (finding,) = (candidate for candidate in results["groups"].findings if "deleted" in candidate.finding)
@@ -153,7 +153,7 @@ async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_l
     assert f"partition 0 begins at offset {ends[0]}, gpustream-sink-webhook has finished up to 1" in finding.evidence
     assert results["attributed"] == CheckResult(f"{8 * TICKS} deleted after that", [])
 
-    admin.delete_consumer_groups(["gpustream-sink-webhook"])["gpustream-sink-webhook"].result(10)
+    admin.delete_consumer_groups(["gpustream-sink-webhook"])["gpustream-sink-webhook"].result(LIMIT_S)
     (finding,) = (await look(kafka))[1]["attributed"].findings
     assert finding.finding == f"gpu.attributed no longer has {8 * TICKS} ticks that {GROUP} has finished"
 
@@ -166,9 +166,9 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
     async with kafka_admin.connect(kafka.connection) as admin:
         await admin.alter("gpu.samples", {"cleanup.policy": "compact", "max.message.bytes": "1024"})
         await admin.alter("gpu.attributed", {"retention.ms": "600000"})
-    for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
-        if name != "gpu.attributed":
-            kafka.allow("half", operation.upper(), resource.upper(), name)
+    rights = [acl for acl in brokers.COMPONENTS["stream attribution"] if acl.name != "gpu.attributed"]
+    for acl in rights:
+        kafka.allow("half", acl.operation.upper(), acl.resource.upper(), acl.name)
     situation = await gather(kafka.connection, Scope(600.0))
     results = checks.run(situation)
 
@@ -187,9 +187,8 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
     astray = await gather(Connection(kafka.address, topic_prefix="pord."), Scope(600.0))
     (finding,) = checks.run(astray)["topics"].findings
     assert finding.cause == "--topic-prefix is wrong: '' is there"
-    for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
-        if name != "gpu.attributed":
-            kafka.forbid("half", operation.upper(), resource.upper(), name)
+    for acl in rights:
+        kafka.forbid("half", acl.operation.upper(), acl.resource.upper(), acl.name)
 
 
 async def test_a_receiver_that_refuses_the_tenant_is_named_and_a_kafka_that_is_away_hides_nothing(
@@ -349,5 +348,5 @@ async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
 
 def leaderless(kafka: KafkaServer) -> bool:
     """Whether a broker says that some partitions of ours have no leader."""
-    topics = kafka.admin().list_topics(timeout=10).topics
+    topics = kafka.admin().list_topics(timeout=LIMIT_S).topics
     return any(partition.leader == -1 for name in TOPICS for partition in topics[name].partitions.values())

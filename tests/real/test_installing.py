@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from gpustream.chart import COMPONENTS
 from gpustream.cli import main
 from tests.docs.page import ROOT, blocks
-from tests.eventually import eventually_sync
+from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s.manifests import K8S, README, environment
 from tests.real.conftest import need
 from tests.real.kubernetes import (
@@ -116,7 +116,7 @@ class Shell:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=LIMIT_S,
         )
         assert ran.returncode == 0, (command_words, ran.stdout, ran.stderr)
         return ran.stdout

@@ -29,7 +29,7 @@ from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution
 from streams.settings import AlertSettings, AttributionSettings, UsageSettings
 from streams.usage.component import UsageStream
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.real.pipeline import lag, read_all, running, usage_of
 from tests.real.servers import AlertmanagerServer, KafkaServer, PrometheusServer
 from tests.real.test_alert_sinks import hook
@@ -213,6 +213,6 @@ def _usage_by(kafka: str, by: str) -> set[str]:
 
 
 def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - http, and ours
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
         text: str = answer.read().decode()
         return text

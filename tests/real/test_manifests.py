@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from gpustream.chart import COMPONENTS as COMPONENTS_OF_THE_CHART
 from gpustream.cli import main
-from tests.eventually import eventually_sync
+from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, environment
 from tests.real.conftest import need
 from tests.real.kubernetes import ADMIN, ApiServer
@@ -79,7 +79,7 @@ class Cluster:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._server.url + path, data, headers, method=method)  # noqa: S310 - https, and ours
         try:
-            with urllib.request.urlopen(request, timeout=30, context=self._tls) as answer:  # noqa: S310 - likewise
+            with urllib.request.urlopen(request, timeout=LIMIT_S, context=self._tls) as answer:  # noqa: S310 - likewise
                 return Answer(answer.status, json.load(answer), answer.headers.get_all("Warning") or [])
         except urllib.error.HTTPError as error:
             with error:
@@ -126,7 +126,9 @@ def established(asked_cluster: Cluster, name: str) -> bool:
 def render(folder: Path) -> list[Manifest]:
     """The objects that kustomize renders from a folder."""
     need(find_kustomize)
-    ran = subprocess.run([find_kustomize(), "build", folder], capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run(
+        [find_kustomize(), "build", folder], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     return list(yaml.safe_load_all(ran.stdout))
 
@@ -686,7 +688,7 @@ def find_helm() -> Path:
 def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Helm on the chart."""
     need(find_helm)
-    return subprocess.run([find_helm(), *arguments], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([find_helm(), *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
 def chart(values: Path, release: str = "gpustream") -> list[Manifest]:

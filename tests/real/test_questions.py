@@ -29,7 +29,7 @@ from delivery.sender import Sender
 from producers.publisher import INSTRUMENTS, NodePublisher
 from sinks.remote_write import encode_v1
 from sinks.series.model import Row, SampleGroup, SeriesSet
-from tests.eventually import eventually_sync
+from tests.eventually import LIMIT_S, eventually_sync
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
@@ -250,7 +250,7 @@ def _kube_state_metrics(prometheus: PrometheusServer, at_ms: int, devices: Itera
     body = bytes(cramjam.snappy.compress_raw(encode_v1.encode(groups)))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
-    with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - http, and ours
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
         assert answer.status in (200, 204)
 
 

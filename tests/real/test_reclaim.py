@@ -15,7 +15,7 @@ import yaml
 from aiohttp import web
 
 from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.k8s.manifests import K8S
 from tests.real.kubernetes import ApiServer, Json
 from tests.real.pipeline import Gpustream, records_of
@@ -252,7 +252,9 @@ def _undo(kafka: KafkaServer, api: ApiServer, action: str) -> tuple[int, str]:
     """The output of the undo command."""
     config = str(api.kubeconfig("admin"))
     command = [sys.executable, "-m", "gpustream", "reclaim", "undo", action, "--kafka", kafka.address]
-    result = subprocess.run([*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     return result.returncode, result.stdout if result.returncode == 0 else result.stderr
 
 
@@ -293,5 +295,7 @@ async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
     assert refusals["denied"].startswith(denied)
     assert refusals["nonsense"].startswith("policy_invalid: the annotation gpustream.dev/reclaim of the namespace")
     command = [sys.executable, "-m", "gpustream", "reclaim", "list", "--kafka", kafka.address]
-    listed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True, timeout=60)
+    listed = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
     assert listed.stdout.count("refused") == 2

@@ -66,7 +66,7 @@ def check(text: str) -> set[tuple[str, str]]:
     """The complaints of promtool about a text, by metric; a text that it can't parse fails the test."""
     need(find_promtool)
     command: list[str | Path] = [find_promtool(), "check", "metrics"]
-    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert result.returncode in (0, 3), result.stdout + result.stderr
     lines = (result.stdout + result.stderr).splitlines()
     return {(name, complaint) for name, _, complaint in (line.partition(" ") for line in lines if line)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.real.certificates import Authority
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer
@@ -42,7 +42,7 @@ def commands(login: tuple[str, ...], folder: Path, properties: Path, url: str) -
 def answer(process: Gpustream, path: str) -> str:
     """The answer of its own HTTP server, whatever the status."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}{path}", timeout=LIMIT_S) as response:
             return str(response.read().decode())
     except urllib.error.HTTPError as error:
         with error:

@@ -11,6 +11,7 @@ from confluent_kafka import Consumer
 from delivery.connection import Connection
 from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
+from tests.eventually import LIMIT_S
 from tests.real.contents import batches, codecs, values
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
@@ -120,6 +121,6 @@ def by_librdkafka(kafka: KafkaServer, topic: str, count: int) -> list[bytes | No
     consumer = Consumer(settings)
     try:
         consumer.subscribe([topic])
-        return [message.value() for message in consumer.consume(count, timeout=30)]
+        return [message.value() for message in consumer.consume(count, timeout=LIMIT_S)]
     finally:
         consumer.close()

@@ -13,7 +13,7 @@ from delivery.connection import Connection
 from delivery.dead_letters import Record
 from delivery.group import MustRestart
 from delivery.tail import Tail
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.real.servers import KafkaServer
 from topics.topic import load_topics
 
@@ -90,7 +90,7 @@ async def test_a_topic_that_is_created_again_is_read_on_or_ends_the_process_if_i
     tail, running = bench.start()
     await eventually(lambda: tail.not_ready() == [], unless=running)
     admin = kafka.admin()  # a client that nothing refers to gives up what it was asked
-    admin.delete_topics([bench.name])[bench.name].result(10)
+    admin.delete_topics([bench.name])[bench.name].result(LIMIT_S)
     await eventually(lambda: bench.name not in kafka.topics(), every_s=0.1)
     bench.create(2)
     await bench.send(b"again")

@@ -20,7 +20,7 @@ from delivery.kubernetes import credentials
 from delivery.kubernetes.client import LARGEST_ERROR_BYTES, Client, LineSplitter, Unreachable
 from delivery.kubernetes.credentials import ConfigError
 from producers.cluster import instruments as names
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, streams
 from tests.producers.fakes import value
 
@@ -440,7 +440,7 @@ def test_the_kubernetes_library_is_loaded_only_when_it_is_needed() -> None:
         "import sys, delivery.kubernetes.client, producers.cluster.reflector, producers.cluster.lease;"
         "sys.exit('kubernetes_asyncio' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -463,7 +463,9 @@ async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp
         "uvloop.run(main())\n"
     )
     command_line = [sys.executable, "-W", "error", "-X", "dev", "-c", code, str(tmp_path / "config")]
-    process = await asyncio.to_thread(partial(subprocess.run, command_line, capture_output=True, text=True, timeout=60))
+    process = await asyncio.to_thread(
+        partial(subprocess.run, command_line, capture_output=True, text=True, timeout=LIMIT_S)
+    )
     assert process.stdout.startswith('200\n{"type": "BOOKMARK"'), process.stderr
     assert process.stderr == ""
 

@@ -20,6 +20,7 @@ from gpustream.embedded import EmbeddedBroker
 from gpustream.report.command import previous_range
 from gpustream.report.forms import WIDTH
 from gpustream.usage.read import Range
+from tests.eventually import LIMIT_S
 from tests.usage_records import START_MS, usage
 from topics import alerts
 from topics.alerts import Alert
@@ -226,7 +227,7 @@ def test_a_pipe_or_a_link_is_written_to_and_not_replaced(kafka: str, tmp_path: P
     link.symlink_to(out)
     with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
         assert _run("report", kafka, *TIME, "--output", str(pipe)).exit_code == 0
-        written = reader.communicate(timeout=10)[0]
+        written = reader.communicate(timeout=LIMIT_S)[0]
     assert _run("report", kafka, *TIME, "--output", str(link)).exit_code == 0
     reading, writing = os.pipe()
     assert _run("report", kafka, *TIME, "--output", f"/dev/fd/{writing}").exit_code == 0

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.eventually import LIMIT_S
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +54,7 @@ def test_on_uvloop_a_stopped_kubelet_times_out_and_the_process_ends(path: Path, 
         kubelet.send_signal(signal.SIGSTOP)
         assert tick(process, "next") == "3"
         assert tick(process, "next") == "3"
-        out, err = process.communicate("end\n", timeout=30)
+        out, err = process.communicate("end\n", timeout=LIMIT_S)
         assert (process.returncode, out, err) == (0, "", "")
 
 
@@ -65,7 +67,7 @@ def test_on_uvloop_a_kubelet_that_is_killed_is_found_again(path: Path) -> None:
         assert tick(process, "next") == "3"
         with kubelet_process(path, 4):
             tick_until(process, "4")
-        out, err = process.communicate("end\n", timeout=30)
+        out, err = process.communicate("end\n", timeout=LIMIT_S)
         assert (process.returncode, out, err) == (0, "", "")
 
 

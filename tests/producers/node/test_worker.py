@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from producers.node.worker import Worker
-from tests.eventually import eventually
+from tests.eventually import LIMIT_S, eventually
 
 HANGS = """
 import asyncio, threading
@@ -88,4 +88,4 @@ def test_an_answer_after_the_loop_was_closed_is_dropped() -> None:
 
 
 def test_a_process_ends_although_a_job_hangs() -> None:
-    assert subprocess.run([sys.executable, "-c", HANGS], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", HANGS], timeout=LIMIT_S, check=False).returncode == 0
