@@ -5,9 +5,11 @@ creates a topic that is requested, with the broker's own number of partitions an
 forbid that, and aiokafka has no option for it. So the request is replaced in every module that makes one, for the whole
 process.
 
-While a partition has no leader and no broker answers, a producer of aiokafka requests metadata thousands of times a
-second. So a client waits after a request without an answer. It also closes a connection that the broker has ended:
-aiokafka may drop one without closing it, and then its descriptor stays open until the garbage collector finds it.
+While a partition has no leader, aiokafka requests metadata again as soon as it has the answer, or none. While a broker
+refuses to give records, it fetches again at once. So a client waits after each of these.
+
+aiokafka may drop a connection that the broker has ended without closing it, and then its descriptor stays open until
+the garbage collector finds it. So such a connection is closed before.
 
 An answer to OffsetFetch may have an error of the whole group, such as that the broker is not its coordinator any more,
 and then it has no partitions. aiokafka ignores that error, and would take the answer for "there are no commits".
@@ -24,7 +26,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +49,7 @@ from aiokafka.errors import (
     for_code,
 )
 from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
@@ -85,15 +88,35 @@ _METADATA_RETRY_S = 0.1
 _metadata_update: Callable[..., Awaitable[bool]] = AIOKafkaClient._metadata_update  # noqa: SLF001 - there is no option
 
 
-async def _paced_metadata_update(client: AIOKafkaClient, *args: Any) -> bool:
-    """aiokafka's own request for metadata, with a pause after it if no broker has answered."""
-    answered = await _metadata_update(client, *args)
+async def _paced_metadata_update(client: AIOKafkaClient, cluster: Any, topics: Iterable[str] | None) -> bool:
+    """aiokafka's own request for metadata, with a pause if there is none, or if it lacks a topic or a leader."""
+    answered = await _metadata_update(client, cluster, topics)
     if not answered:
         await asyncio.sleep(_METADATA_RETRY_S)
+    elif any(
+        not (partitions := cluster.partitions_for_topic(topic))
+        or cluster.available_partitions_for_topic(topic) != partitions
+        for topic in topics or cluster.topics()
+    ):
+        await asyncio.sleep(client._retry_backoff)  # noqa: SLF001 - likewise
     return answered
 
 
 AIOKafkaClient._metadata_update = _paced_metadata_update  # noqa: SLF001 - likewise
+_send: Callable[..., Awaitable[Any]] = AIOKafkaClient.send
+
+
+async def _paced_send(client: AIOKafkaClient, node_id: Any, request: Any, **options: Any) -> Any:
+    """aiokafka's own request to a node, with a pause after a fetch for which a partition got an error."""
+    response = await _send(client, node_id, request, **options)
+    if request.API_KEY == FetchRequest.API_KEY and any(
+        error_code for _, partitions in response.topics for _, error_code, *_ in partitions
+    ):
+        await asyncio.sleep(client._retry_backoff)  # noqa: SLF001 - likewise
+    return response
+
+
+AIOKafkaClient.send = _paced_send
 _get_conn: Callable[..., Awaitable[Any]] = AIOKafkaClient._get_conn  # noqa: SLF001 - likewise
 
 

@@ -18,10 +18,13 @@ import aiokafka.client
 import cramjam
 import pytest
 from aiokafka import TopicPartition
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaConnectionError
 from aiokafka.protocol.commit import OffsetFetchResponse_v3
+from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v4
+from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from aiokafka.structs import OffsetAndMetadata
 
@@ -99,22 +102,58 @@ async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pyt
     await producer.stop()
 
 
-@pytest.mark.parametrize(("is_answered", "pauses"), [(True, []), (False, [0.1])])
-async def test_a_client_waits_after_a_failed_metadata_request(
-    monkeypatch: pytest.MonkeyPatch, is_answered: bool, pauses: list[float]
-) -> None:
+@pytest.fixture
+def pauses_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that are made, without waiting for them."""
     pauses_s: list[float] = []
 
     async def sleep(delay_s: float) -> None:
         pauses_s.append(delay_s)
 
-    async def ask(client: object, cluster: object, topics: object) -> bool:
-        return is_answered
-
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(delivery.clients, "_metadata_update", ask)
+    return pauses_s
 
-    assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is is_answered
+
+def leaders(*of_partitions: int) -> MetadataResponse_v5:
+    """Metadata of the topic "ticks" with these leaders."""
+    partitions: list[Any] = [(0, number, leader, [1], [1], []) for number, leader in enumerate(of_partitions)]
+    return MetadataResponse_v5(0, [(1, "k", 9092, None)], "c", 1, [(0, "ticks", False, partitions)])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "topics", "pauses"),
+    [
+        pytest.param(leaders(1, 1), ["ticks"], [], id="all"),
+        pytest.param(leaders(1, -1), ["ticks"], [0.25], id="a leader is missing"),
+        pytest.param(leaders(1, -1), None, [0.25], id="a leader of any topic is missing"),
+        pytest.param(leaders(1, 1), ["ticks", "tocks"], [0.25], id="a topic is missing"),
+        pytest.param(None, ["ticks"], [0.1], id="no broker answers"),
+    ],
+)
+async def test_a_client_waits_after_metadata_that_lack_a_leader_or_a_topic(
+    monkeypatch: pytest.MonkeyPatch, pauses_s: list[float], metadata: Any, topics: Any, pauses: list[float]
+) -> None:
+    async def ask(client: object, cluster: ClusterMetadata, topics: object) -> bool:
+        if metadata is not None:
+            cluster.update_metadata(metadata)
+        return metadata is not None
+
+    monkeypatch.setattr(delivery.clients, "_metadata_update", ask)
+    client, cluster = SimpleNamespace(_retry_backoff=0.25), ClusterMetadata(metadata_max_age_ms=1000)
+
+    assert await aiokafka.client.AIOKafkaClient._metadata_update(client, cluster, topics) is (metadata is not None)
+    assert pauses_s == pauses
+
+
+@pytest.mark.parametrize(("code", "pauses"), [(0, []), (6, [0.25]), (-1, [0.25])])
+async def test_a_client_waits_after_a_fetch_that_a_broker_refuses(
+    monkeypatch: pytest.MonkeyPatch, pauses_s: list[float], code: int, pauses: list[float]
+) -> None:
+    response = FetchResponse_v4(0, [("ticks", [(0, 0, 10, 10, [], b""), (1, code, -1, -1, None, b"")])])
+    monkeypatch.setattr(delivery.clients, "_send", AsyncMock(return_value=response))
+    client, request = SimpleNamespace(_retry_backoff=0.25), FetchRequest(1, 1, 1, 0, [])
+
+    assert await aiokafka.client.AIOKafkaClient.send(client, 1, request) is response
     assert pauses_s == pauses
 
 
