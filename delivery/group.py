@@ -96,6 +96,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._joined = False
         self._fetched = 0
         self._last_error: str | None = None
+        self._error_ms = 0.0
         self._commit_error: str | None = None
         self._commits_since_s: list[float] = []  # when each commit that is under way was begun
         self._silent_since_s: float | None = None
@@ -353,7 +354,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def _report(self, error: Exception) -> None:
         """Log an error, and again each minute while it lasts."""
-        self._last_error = describe(error)
+        self._last_error, self._error_ms = describe(error), time.time() * 1000
         if self._log_throttle.is_due(self._last_error):
             log.warning("group %s: %s; trying again", self.name, self._last_error)
 
@@ -405,7 +406,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return {}
         self._fetched += sum(map(len, records.values()))
         self._warn_of_times(records)
-        if records and self._joined:
+        if self._joined and (records or self._has_passed(tps)):
             self._last_error = None
         return {Partition(self._topics[tp.topic], tp.partition): batch for tp, batch in records.items()}
 
@@ -439,8 +440,19 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def _is_fresh(self, tp: Partition) -> bool:
         """Whether the broker has answered for this partition in the last few seconds."""
-        answered_ms: int | None = self._consumer.last_poll_timestamp(self._to_kafka(tp))
-        return answered_ms is not None and time.time() * 1000 - answered_ms <= _FRESH_MS
+        return self._has_answered_since(self._to_kafka(tp), time.time() * 1000 - _FRESH_MS)
+
+    def _has_passed(self, tps: Collection[TopicPartition]) -> bool:
+        """Whether the broker has answered a fetch of each of these partitions after the last error."""
+        if self._last_error is None:
+            return False
+        assigned = self._consumer.assignment()
+        return all(self._has_answered_since(tp, self._error_ms) for tp in tps if tp in assigned)
+
+    def _has_answered_since(self, tp: TopicPartition, time_ms: float) -> bool:
+        """Whether the broker has answered a fetch of this partition at that time or later, other than by an error."""
+        answered_ms: int | None = self._consumer.last_poll_timestamp(tp)
+        return answered_ms is not None and answered_ms >= time_ms
 
     # -- offsets
 

@@ -19,6 +19,7 @@ from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
     OffsetMetadataTooLargeError,
+    TopicAuthorizationFailedError,
 )
 from aiokafka.structs import OffsetAndMetadata
 
@@ -260,6 +261,23 @@ async def test_a_fetch_that_fails_returns_nothing_and_is_logged(monkeypatch: pyt
     client.errors = [KafkaConnectionError("away")]
     assert await group.fetch({TICKS_0}, 0.1) == {}
     assert "away" in group.not_ready()[0]
+
+
+async def test_an_error_of_a_fetch_is_past_when_the_broker_answers_though_there_is_no_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    client = Client(TICKS_0)
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(set())
+    client.answered_s = time.time() - 1
+    client.errors = [TopicAuthorizationFailedError("ticks")]
+    await group.fetch({TICKS_0}, 0.1)
+    await group.fetch({TICKS_0}, 0.1)
+    assert "TopicAuthorizationFailedError" in group.not_ready()[0]
+    client.answered_s = math.inf
+    await group.fetch({TICKS_0}, 0.1)
+    assert group.not_ready() == []
 
 
 # -- partitions that are added
