@@ -259,18 +259,21 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def watch(self) -> None:
         """Poll, whether anything is assigned or not, and check the topics. Never returns.
 
-        An error of the coordinator blocks the client until a poll raises it; polling again is the only answer to it.
+        An error of the coordinator blocks the client until a poll raises it; polling again is the only answer to it. It
+        may also have ended the client's task that sends heartbeats, or the one that reads commits.
         """
         while True:
             try:
                 await self._consumer.getmany(_NO_PARTITION, timeout_ms=0)
             except KafkaError as error:
                 self._report(error)
-                # the error may have ended the client's tasks for heartbeats and commits, which only a join starts again
-                self._consumer._coordinator.request_rejoin()  # noqa: SLF001
                 if "Unexpected error during coordination" in str(error):  # it has ended the client's task
                     self._fail(f"no member of the group {self.name} any more: {describe(error)}")
-            now_s, silent = time.monotonic(), self._consumer._coordinator.coordinator_id is None  # noqa: SLF001
+            coordinator = self._consumer._coordinator  # noqa: SLF001 - no public way
+            for task in (coordinator._heartbeat_task, coordinator._commit_refresh_task):  # noqa: SLF001 - likewise
+                if task is not None and task.done() and not task.cancelled() and task.exception() is not None:
+                    coordinator.request_rejoin()  # only a join starts it again
+            now_s, silent = time.monotonic(), coordinator.coordinator_id is None
             self._silent_since_s = (self._silent_since_s or now_s) if silent else None
             self.check_topics(now_s)
             min_bytes = _MIN_FETCH_BYTES if self._fetched >= _MANY_RECORDS else 1

@@ -71,14 +71,17 @@ class _PendingRecord:
     """A record that is not acknowledged yet.
 
     ``sent`` is the client's future, once the client has taken the record; ``acknowledged`` is the caller's.
+    ``since_s`` is when the caller sent it.
     """
 
-    __slots__ = ("acknowledged", "arguments", "sent")
+    __slots__ = ("acknowledged", "arguments", "sent", "since_s")
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
         self.sent: asyncio.Future[Any] | None = None
-        self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.acknowledged: asyncio.Future[int] = loop.create_future()
+        self.since_s = loop.time()
 
 
 class Sender:
@@ -130,6 +133,11 @@ class Sender:
         no_answer = [] if self._producer is not None else [f"no Kafka broker has answered at {self._connection} yet"]
         problem = opening.trouble(self._connection) or self._last_error
         return check or ([problem] if problem is not None else no_answer)
+
+    def waited_s(self) -> float:
+        """How long the oldest record that is not acknowledged has waited, in seconds; 0 if there is none."""
+        oldest = next(iter(self._unacknowledged), None)
+        return asyncio.get_running_loop().time() - oldest.since_s if oldest is not None else 0.0
 
     async def ready(self) -> None:
         """Wait until new records are accepted: a broker has answered, and no records are being sent again."""

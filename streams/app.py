@@ -24,7 +24,7 @@ from mode.utils.queues import FlowControlEvent, ThrowableQueue
 from delivery.group import ConsumerGroup
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
-from delivery.sender import Sender
+from delivery.sender import Sender, not_sent
 from delivery.settings import MemberSettings
 from delivery.tasks import set_within
 from delivery.topic_admin import TopicCheck
@@ -194,7 +194,10 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def not_ready(self) -> list[str]:
         """The reasons why the reader does not read yet; empty if it reads."""
-        if reasons := self.group.not_ready() or self.sender.not_ready():
+        waited_s = self.sender.waited_s()
+        if reasons := self.group.not_ready() or not_sent(
+            self.sender, what="what it made of records", waited_s=waited_s
+        ):
             return reasons
         if not self.reader.ledger.ready:
             return ["no partitions assigned yet"]

@@ -20,6 +20,7 @@ from aiokafka.errors import (
     KafkaError,
     OffsetMetadataTooLargeError,
     TopicAuthorizationFailedError,
+    UnknownError,
 )
 from aiokafka.structs import OffsetAndMetadata
 
@@ -58,6 +59,8 @@ class Client:
         self.log_end, self.stable, self.polled = 10, 10, 0
         self.rejoins = 0
         self.coordinator_id: int | None = 1
+        self._heartbeat_task: asyncio.Future[Any] | None = None
+        self._commit_refresh_task: asyncio.Future[Any] | None = None
         self._conns: dict[int, Any] = {}
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
@@ -201,10 +204,30 @@ async def test_errors_of_the_coordinator_do_not_stop_the_member_and_each_kind_is
     watching.cancel()
     assert len(caplog.messages) == 2
     assert "GroupAuthorizationFailedError" in group.not_ready()[0]
-    assert client.rejoins == 10, "after any of them the client may have ended its heartbeats"
+    assert client.rejoins == 0
     assert not group.failed.done()
     await group.on_partitions_assigned(set())
     assert group.not_ready() == []
+
+
+@pytest.mark.parametrize("name", ["_heartbeat_task", "_commit_refresh_task"])
+async def test_a_member_whose_client_has_ended_one_of_its_tasks_joins_again(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def fail() -> None:
+        raise UnknownError
+
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
+    client = Client()
+    group, _ = group_of(client)
+    setattr(client, name, asyncio.ensure_future(asyncio.Event().wait()))
+    watching = asyncio.create_task(group.watch())
+    await eventually(lambda: client.polled > 1)
+    assert client.rejoins == 0
+    getattr(client, name).cancel()
+    setattr(client, name, asyncio.ensure_future(fail()))
+    await eventually(lambda: client.rejoins > 0)
+    watching.cancel()
 
 
 async def test_a_member_without_brokers_is_unready_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from delivery import sender as module
 from delivery.connection import Connection
-from delivery.sender import Sender, Unsendable
+from delivery.sender import Sender, Unsendable, not_sent
 from tests.clock import run
 from tests.delivery.fake_producer import Cluster, FakeProducer
 from topics.topic import MAX_MESSAGE_BYTES
@@ -119,6 +119,19 @@ def test_an_error_is_reported_until_a_record_is_stored_also_if_nobody_waits_for_
         waiting.cancel()
         await sender.ready()
         assert (sender.not_ready(), cluster.log("t")) == ([], [b"a"])
+
+    play(scenario)
+
+
+def test_a_record_that_kafka_does_not_acknowledge_is_a_reason_not_to_be_ready_after_half_a_minute() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.away = asyncio.Event()
+        waiting = asyncio.ensure_future(send_all(sender, [b"a"]))
+        await asyncio.sleep(31)
+        assert not_sent(sender, what="it", waited_s=sender.waited_s()) == ["it has waited 31 s for Kafka"]
+        cluster.away.set()
+        await waiting
+        assert not_sent(sender, what="it", waited_s=sender.waited_s()) == []
 
     play(scenario)
 
