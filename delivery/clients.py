@@ -145,6 +145,17 @@ async def _send_checked(coordinator: GroupCoordinator, request: Any) -> Any:
 
 
 GroupCoordinator._send_req = _send_checked  # noqa: SLF001 - likewise
+_do_commit_offsets: Callable[..., Awaitable[None]] = GroupCoordinator._do_commit_offsets  # noqa: SLF001 - likewise
+
+
+async def _commit_offsets(coordinator: GroupCoordinator, *args: Any) -> None:
+    """aiokafka's own commit, in a task that goes on if its caller is cancelled: then nobody retrieves its error."""
+    if (task := asyncio.current_task()) is not None:
+        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    await _do_commit_offsets(coordinator, *args)
+
+
+GroupCoordinator._do_commit_offsets = _commit_offsets  # noqa: SLF001 - likewise
 
 
 _ZSTD_LEVEL = 1

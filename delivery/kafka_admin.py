@@ -20,6 +20,7 @@ from aiokafka.errors import (
     IncompatibleBrokerVersion,
     InvalidReplicationFactorError,
     KafkaError,
+    LeaderNotAvailableError,
     TopicAlreadyExistsError,
     UnknownTopicOrPartitionError,
     for_code,
@@ -51,6 +52,11 @@ _SET_OPERATION = 0
 _STRING = String("utf-8")
 _COMPACT_STRING = CompactString("utf-8")
 _UNAUTHORIZED = 29
+_MAY_BE_MISSING = (
+    0,
+    UnknownTopicOrPartitionError.errno,
+    LeaderNotAvailableError.errno,
+)  # a new topic has no leader yet
 _RIGHTS_UNKNOWN = -(2**31)
 
 _ANY, _PREFIXED, _ALLOW = 1, 4, 3
@@ -246,7 +252,7 @@ class Admin:
         self._client, self._connection = client, connection
 
     async def layouts(self, names: Iterable[str]) -> dict[str, TopicDescription]:
-        """The descriptions of those topics that exist, as far as this client may see them."""
+        """The descriptions of those topics that exist, as far as this client may see them. Raises KafkaError."""
         try:
             rows = (await self._client._send_request(DescribeTopics(names))).topics  # noqa: SLF001
         except NotImplementedError:  # the broker is older than Kafka 2.3
@@ -264,6 +270,8 @@ class Admin:
         for code, name, _, partitions, bits in rows:
             if code == _UNAUTHORIZED:
                 descriptions[name] = TopicDescription(0, allowed=frozenset())
+            elif code not in _MAY_BE_MISSING:
+                raise for_code(code)(name)
             elif partitions:
                 allowed = frozenset(right for bit, right in RIGHTS.items() if bits >> bit & 1)
                 leaderless = tuple(sorted(number for _, number, leader, *_ in partitions if leader < 0))

@@ -157,16 +157,22 @@ async def test_a_client_waits_after_a_fetch_that_a_broker_refuses(
     assert pauses_s == pauses
 
 
-async def commits_by(*answers: OffsetFetchResponse_v3) -> Any:
-    """The group's commits, by a client whose coordinator, 1 and then 2, gives these answers."""
+def coordinator_with(send: AsyncMock) -> Any:
+    """A member of the group "g", whose requests to its coordinators, 1 and then 2, are sent by ``send``."""
     client = Mock(
-        send=AsyncMock(side_effect=answers),
+        send=send,
         coordinator_lookup=AsyncMock(return_value=2),
         ready=AsyncMock(),
         force_metadata_update=AsyncMock(),
     )
     coordinator: Any = GroupCoordinator(client, SubscriptionState(), group_id="g", retry_backoff_ms=1)
     coordinator.coordinator_id = 1
+    return coordinator
+
+
+async def commits_by(*answers: OffsetFetchResponse_v3) -> Any:
+    """The group's commits, by these answers."""
+    coordinator = coordinator_with(AsyncMock(side_effect=answers))
     try:
         return await coordinator.fetch_committed_offsets([TopicPartition("ticks", 0)])
     finally:
@@ -184,6 +190,29 @@ async def test_a_commit_that_the_coordinator_can_not_give_yet_is_requested_again
 async def test_whoever_may_not_read_the_group_gets_an_error_and_not_that_there_is_no_commit() -> None:
     with pytest.raises(GroupAuthorizationFailedError, match="g"):
         await commits_by(OffsetFetchResponse_v3(0, [], 30))
+
+
+async def test_the_error_of_a_commit_for_which_nobody_waits_any_more_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answered = asyncio.Event()
+
+    async def send(*_: Any, **__: Any) -> None:
+        await answered.wait()
+        raise KafkaConnectionError
+
+    coordinator = coordinator_with(AsyncMock(side_effect=send))
+    offsets = {TopicPartition("ticks", 0): OffsetAndMetadata(7, "")}
+    committing = asyncio.ensure_future(coordinator.commit_offsets(None, offsets))
+    await eventually(lambda: coordinator._client.send.called, every_s=0)
+    committing.cancel()
+    await asyncio.wait([committing])
+    answered.set()
+    await eventually(lambda: coordinator.coordinator_id is None, every_s=0)
+    await coordinator.close()
+    gc.collect()
+
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten(

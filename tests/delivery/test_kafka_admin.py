@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from aiokafka.admin import NewTopic
+from aiokafka.errors import UnknownError
 
 from delivery.connection import Connection
 from delivery.kafka_admin import (
@@ -68,6 +69,12 @@ async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
         "a": TopicDescription(3, in_sync={0: 1, 1: 1, 2: 1}, allowed=frozenset({"Read"})),
         "b": TopicDescription(2, leaderless=(1,), in_sync={0: 1, 1: 1}, allowed=frozenset({"Read"})),
     }
+
+
+async def test_a_topic_that_the_broker_can_not_describe_is_not_called_missing() -> None:
+    with pytest.raises(UnknownError, match="a"):
+        await admin(topics=[topic("a", [], code=-1), topic("b", [1])]).layouts(["a", "b"])
+    assert await admin(topics=[topic("a", [], code=UNKNOWN_TOPIC)]).layouts(["a"]) == {}
 
 
 async def test_the_clients_permissions_are_reported_if_the_broker_gives_them() -> None:
