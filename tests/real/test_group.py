@@ -4,13 +4,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
+from aiokafka.errors import GroupLoadInProgressError
+from aiokafka.protocol.group import HeartbeatRequest
 from confluent_kafka import TopicPartition as TheirPartition
 from confluent_kafka.admin import NewPartitions
 
+from delivery import clients
 from delivery import group as group_module
 from delivery.clients import OffsetClient
 from delivery.dead_letters import Record
@@ -209,6 +213,44 @@ async def test_of_two_processes_with_one_instance_id_the_older_ends_and_the_newe
             await asyncio.sleep(3)
             assert newer.reader.rebalances == 0
             assert not second.done()
+
+
+async def test_a_member_whose_heartbeats_got_errors_for_a_while_stays_in_its_group(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kafka.create_topics({"group-heartbeats": 1})
+    settings = MemberSettings(kafka=kafka.address, group="group-heartbeats", session_timeout_s=6.0)
+    member = Assignments()
+    reader = ConsumerGroup(settings, ["group-heartbeats"], member, {"group-heartbeats": 1})
+    send, errors = clients._send, 0
+
+    async def send_and_refuse(client: object, node_id: object, request: Any, **options: Any) -> Any:
+        nonlocal errors
+        response = await send(client, node_id, request, **options)
+        if request.API_KEY == HeartbeatRequest.API_KEY and errors < 2:
+            errors += 1
+            response.error_code = GroupLoadInProgressError.errno
+        return response
+
+    monkeypatch.setattr(clients, "_send", send_and_refuse)
+    await reader.connect()
+    reader.join()
+    try:
+        await eventually(lambda: errors == 2 and member.count == 3 and reader.not_ready() == [])
+    finally:
+        await reader.close()
+
+
+class Assignments:
+    """A member that counts its assignments."""
+
+    count = 0
+
+    async def revoked(self) -> None:
+        """Nothing to commit."""
+
+    def assigned(self, tps: set[Partition]) -> None:
+        self.count += 1
 
 
 async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer) -> None:
