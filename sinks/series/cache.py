@@ -35,6 +35,10 @@ class RelabelledSet:
     about: tuple[str, ...] | None
     hashes: tuple[int, ...] | None
 
+    def subset(self, rows: Iterable[int]) -> SeriesSet:
+        """A set of some of its rows, by their numbers."""
+        return SeriesSet(self.series.labels, tuple([self.series.rows[row] for row in rows]), self.series.subject)
+
 
 @dataclass(slots=True, eq=False)
 class MetricSet:
@@ -129,7 +133,7 @@ class Cache:
     each of those is, and of which of its rows; None if everything is written. ``withheld`` counts what is not written,
     by reason. ``contested``: another node writes some of its series. ``claimed``: the hashes of series that this node
     writes. ``ending``: the hashes of those that it wrote, and that no other node writes before their ends are written.
-    ``subsets``: sets of some rows of another set.
+    ``subsets``: its sets that have some rows of another set only.
     """
 
     profiles: tuple[Profile, ...] = ()
@@ -153,14 +157,6 @@ class Cache:
     last_xids: dict[str, int] = field(default_factory=dict)
     subsets: dict[tuple[RelabelledSet, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
 
-    def subset(self, relabelled: RelabelledSet, rows: tuple[int, ...]) -> SeriesSet:
-        """A set of some rows of another one: the same object for the same rows."""
-        if (relabelled, rows) not in self.subsets:
-            series = relabelled.series
-            subset = SeriesSet(series.labels, tuple([series.rows[row] for row in rows]), series.subject)
-            self.subsets[relabelled, rows] = subset
-        return self.subsets[relabelled, rows]
-
     def end(self, hashes: Iterable[int], offset: int, ts_ms: int) -> None:
         """Some series end with the tick of this offset and time; those that it has go on."""
         self.ending |= dict.fromkeys(hashes, End(offset, ts_ms))
@@ -170,6 +166,6 @@ class Cache:
     def prune(self) -> None:
         """Forget devices and sets that the last tick does not have, once they outnumber those that it has."""
         if len(self.devices) + len(self.extras) > 2 * len(self.keys) + _SPARE:
-            present, self.subsets = set(self.keys), {}
+            present = set(self.keys)
             self.devices = {key: device for key, device in self.devices.items() if key in present}
             self.extras = {key: extra for key, extra in self.extras.items() if key in present}

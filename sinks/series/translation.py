@@ -273,6 +273,7 @@ class Translator:
         Without rules, two series are equal only if their whole sets are, because profiles have no row twice.
         """
         claimed, cache.claimed = cache.claimed, set()
+        last_subsets, cache.subsets = cache.subsets, {}
         cache.withheld, cache.contested = Counter(), False
         keys: list[Key] = []
         written: list[SeriesSet] = []
@@ -293,7 +294,8 @@ class Translator:
                 rows = []
             if rows is not None and len(rows) < len(series.rows):
                 kept = tuple([row if kept is None else kept[row] for row in rows])
-                series = cache.subset(relabelled, tuple(rows))
+                subset = relabelled, tuple(rows)
+                series = cache.subsets[subset] = last_subsets.get(subset) or relabelled.subset(rows)
             if series.rows:
                 series.set_producer(*cache.producer)
                 keys.append(key)

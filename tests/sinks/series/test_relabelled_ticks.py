@@ -1,5 +1,6 @@
 """Ticks under relabelling rules and by pod, as remote write sends them: every series once, and its end."""
 
+import gc
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from sinks.remote_write.nodes import NodeTick, OpenSeries
+from sinks.series.cache import RelabelledSet
 from sinks.series.model import STALE, SampleGroup
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
@@ -52,6 +54,14 @@ def test_of_devices_that_rules_make_the_same_the_first_is_written_and_the_others
     assert len(values_by_labels(first.groups)) == len(values_by_labels(second.groups)) == first.withheld["collision"]
     assert (first.withheld, second.markers) == (second.withheld, 0)
     assert all(earlier is later for earlier, later in zip(first.open, second.open, strict=True))
+
+
+@pytest.mark.parametrize(("rules", "names"), [(LESS, "dcgm"), ("[]", "otel")])
+def test_pods_that_are_gone_take_no_memory(rules: str, names: ProfileName) -> None:
+    state = OpenSeries(writer(rules, names=names))
+    for n in range(300):
+        play(state, sample(n, device("GPU-a", pod=f"p{n}"), device("GPU-b", pod=f"p{n}")))
+    assert sum(isinstance(found, RelabelledSet) for found in gc.get_objects()) < 150
 
 
 def test_of_series_of_a_device_that_rules_make_the_same_the_first_is_written() -> None:
