@@ -1,6 +1,16 @@
 """The holders of a device, by pod."""
 
-from topics.attributed import AttributedDevice, AttributedEvent, Holder, HoldingPod, by_pod, pods_of
+from topics.attributed import (
+    AttributedDevice,
+    AttributedEvent,
+    Holder,
+    HoldingPod,
+    Workload,
+    by_pod,
+    holder_of_job,
+    pods_of,
+)
+from topics.samples import Job
 
 
 def holder(pod: str, uid: str | None = None, container: str = "main") -> Holder:
@@ -27,6 +37,12 @@ def test_a_holder_without_a_uid_is_of_the_pod_of_that_name() -> None:
 
 def test_nobody_holds_a_free_device() -> None:
     assert pods_of(()) == {}
+
+
+def test_a_batch_job_is_a_holder_but_no_pod_and_has_no_label_for_what_is_not_known() -> None:
+    holder = holder_of_job(Job("7"))
+    assert holder == Holder("slurm", "7", pod_uid="7", workload=Workload("SlurmJob", "7"))
+    assert pods_of((holder,)) == {}
 
 
 def test_an_event_without_holders_of_its_own_has_the_devices() -> None:

@@ -19,20 +19,18 @@ KEY = b"c/n"
 # -- what is sent
 
 
-async def test_a_tick_goes_to_the_partition_that_it_came_from_with_its_offset_and_key() -> None:
+async def test_a_tick_goes_to_the_partition_that_it_came_from_with_its_offset_log_time_and_key() -> None:
     app = FakeApp()
     app.log(snapshot(1, container("p", gpu(0))), partition=3)
     for i in range(3):
-        app.log(tick(i, 1), partition=3)
+        app.log(tick(i, 1), partition=3, timestamp=1000 + i)
 
     await app.read(ALLOCATIONS, SAMPLES, partition=3)
 
     assert [(s.topic, s.key, s.partition) for s in app.sender.sent] == [(OUTPUT, KEY, 3)] * 3
-    assert [(output.seq, output.offset, output.attribution) for output in app.sender.outputs()] == [
-        (0, 0, "exact"),
-        (1, 1, "exact"),
-        (2, 2, "exact"),
-    ]
+    outputs = app.sender.outputs()
+    assert [(output.seq, output.offset, output.logged_ms) for output in outputs] == [(i, i, 1000 + i) for i in range(3)]
+    assert {output.attribution for output in outputs} == {"exact"}
     assert [h.pod for h in app.sender.outputs()[0].devices[0].holders] == ["p"]
 
 

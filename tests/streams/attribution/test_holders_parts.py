@@ -127,9 +127,10 @@ def test_processes_without_a_pod_and_of_unknown_pods_are_part_of_the_rest() -> N
 
 
 def test_a_missing_value_of_a_process_is_no_zero_of_its_pod_and_not_part_of_the_rest() -> None:
-    result = split(busy(process("a", None, GIB), process("b", 0.5, None)), (holder("a"), holder("b")))
+    processes = process("a", None, GIB), process("b", 0.5, None), process("c", 0, 0)
+    result = split(busy(*processes), (holder("a"), holder("b"), holder("c")))
 
-    assert parts_of(result.holders) == [(None, GIB, None), (0.5, None, 200.0)]
+    assert parts_of(result.holders) == [(None, GIB, None), (0.5, None, 200.0), (0, 0, 0)]
     assert result.unattributed is None
 
 

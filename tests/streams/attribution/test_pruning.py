@@ -74,7 +74,7 @@ def test_a_pod_and_a_snapshot_that_uncommitted_samples_ask_for_are_kept() -> Non
 
 def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_commit() -> None:
     """A commit can lie between a sample of a fast clock and one of the run after it."""
-    samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
+    samples = [tick(1, 1), tick(2, 1, ts_ms=100_000), tick(1, 1, run_id=2, ts_ms=10_000)]
     state, first = run(
         join.NEW,
         logged(workloads(1, pod("p", ended=20_000, labels={"a": "1"}))),
@@ -92,7 +92,7 @@ def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_
 
 def test_a_pod_is_kept_for_a_sample_that_waits_while_later_ones_are_committed() -> None:
     """Another run's clock may be behind the one whose samples are finished."""
-    samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
+    samples = [tick(1, 1), tick(2, 1, ts_ms=100_000), tick(1, 1, run_id=2, ts_ms=10_000)]
     state, _ = run(
         join.NEW,
         logged(workloads(1, pod("p", ended=20_000))),
