@@ -11,6 +11,7 @@ from streams.usage.books import Accounting, decode, encode
 from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
 from tests.streams.usage.made import START_MS, BookkeeperHarness, gpu, holder, mig, tick
+from topics.attributed import Workload
 from topics.usage import HOUR_MS, MINUTE_MS
 
 A = holder("a")
@@ -118,6 +119,28 @@ def test_a_gpu_is_in_the_books_of_the_whole_hour_in_which_it_comes_or_goes() -> 
     assert hour["GPU-a", "unobserved", None].device_ms == 600_000
     assert {row.uuid for row in harness.window(HOUR_MS, MINUTE_MS).values()} == {"GPU-a"}
     assert all(row.final for row in hour.values())
+
+
+def test_the_minutes_before_a_gpu_came_are_as_final_as_those_of_the_others() -> None:
+    a, b = gpu("GPU-a", A), gpu("GPU-b")
+    ticks = [tick(s * 1000, *([a] if s <= 1800 else [a, b]), interval_ms=10_000) for s in range(0, 1811, 10)]
+    harness = BookkeeperHarness().play(*ticks)
+    minutes = [row for row in harness.written if row.uuid == "GPU-b" and row.end_ms - row.start_ms == MINUTE_MS]
+    assert [(row.start_ms - START_MS, row.revision, row.final) for row in minutes] == [
+        (n * MINUTE_MS, int(n < 10), n < 10) for n in range(30)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "info", "slices"),
+    [("NVIDIA A30", {"mig_mode": "disabled"}, 4), ("H100", {"mig_mode": "disabled"}, 7), ("H100", {}, 1)],
+)
+def test_a_gpu_whose_slices_are_not_reported_has_those_of_its_model_if_it_can_be_cut(
+    model: str, info: dict[str, str], slices: int
+) -> None:
+    harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A, model=model, info=info, compute_slices=None)))
+    row = harness.window(0, MINUTE_MS)["GPU-a", "held", "a"]
+    assert (row.of, row.slice_ms) == (slices, 60_000 * slices)
 
 
 def test_a_device_that_does_not_answer_is_lost_whoever_holds_it() -> None:
@@ -290,6 +313,12 @@ def test_the_team_is_the_pods_before_the_namespaces() -> None:
     harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", first), gpu("GPU-b", second)))
     minute = harness.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].team, minute["GPU-b", "held", "b"].team) == ("own", "space")
+
+
+def test_a_row_names_the_workload_of_its_holder() -> None:
+    held = holder("a", workload={"kind": "Job", "name": "train"})
+    harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", held)))
+    assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].workload == Workload("Job", "train")
 
 
 def test_labels_that_change_are_those_of_the_last_tick_and_the_time_is_one_row() -> None:
