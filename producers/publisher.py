@@ -104,7 +104,6 @@ class SnapshotSender:
             await asyncio.wait([acknowledged])
             self._settle(acknowledged)
         self._sent_s = {sent: sent_s for sent, sent_s in self._sent_s.items() if submitted_s - sent_s < RESEND_S}
-        self._sent_s.pop(snapshot, None)
         self._sent_s[snapshot] = self._last_sent_s = submitted_s
 
     async def repeat(self, snapshots: Iterable[Snapshot]) -> None:

@@ -126,6 +126,16 @@ async def test_a_node_without_a_kubelet_sends_samples_alone() -> None:
     assert bench.sender.records(ALLOCATIONS) == []
 
 
+async def test_a_node_without_a_kubelet_goes_on_after_five_minutes_without_a_tick() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        for _ in range(3):
+            bench.publish(kubelet=False)
+            await settle()
+            bench.clock.now_s += RESEND_S
+
+    assert bench.seqs() == [1, 2, 3]
+
+
 async def test_samples_are_pipelined_up_to_a_limit() -> None:
     async with running(Bench()) as bench:
         for _ in range(MAX_IN_FLIGHT + 10):
@@ -285,11 +295,21 @@ async def test_a_drain_waits_for_the_broker() -> None:
     assert bench.dropped() == {}
 
 
+async def test_a_tick_that_is_published_just_before_a_drain_is_sent() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        bench.publish("a")
+        assert await bench.publisher.drain(60.0) == 0
+    assert bench.seqs() == [1]
+
+
 async def test_ticks_left_after_a_drain_are_dropped_and_counted() -> None:
     async with running(Bench()) as bench:
         for _ in range(MAX_IN_FLIGHT + 3):
             bench.publish(kubelet=False)
         await settle(2 * MAX_IN_FLIGHT)
+        assert bench.count(names.HELD) == bench.count(names.MADE) == MAX_IN_FLIGHT + 3
+        assert bench.count(names.BUFFERED) > 0
+        assert bench.count(names.VALUES) == bench.publisher.sampled_values > 0
 
         assert await bench.publisher.drain(0.0) == MAX_IN_FLIGHT + 3
     assert bench.dropped() == {"stopped": MAX_IN_FLIGHT + 3}

@@ -43,6 +43,7 @@ def test_a_pod_began_when_the_kubelet_started_it_or_else_when_it_was_created() -
 
 def test_a_pod_ended_with_the_last_of_its_containers() -> None:
     status = over("Failed", "2026-03-01T12:10:00Z", "2026-03-01T12:20:00Z")
+    status["conditions"] = [{"lastTransitionTime": "2026-03-01T12:30:00Z"}]
 
     assert known_pod(status=status).ended_ms == START_MS + 20 * 60_000
 
@@ -51,9 +52,24 @@ def test_a_container_without_an_end_time_leaves_the_end_to_the_conditions() -> N
     status = over("Failed", "2026-03-01T12:10:00Z", None)
     status["initContainerStatuses"] = over("", "2026-03-01T12:00:01Z")["containerStatuses"]
     lost = {**status, "conditions": [{"lastTransitionTime": "2026-03-01T12:30:00Z"}]}
+    evicted = {**lost, "containerStatuses": None, "initContainerStatuses": None}
 
     assert known_pod(status=status).ended_ms == START_MS + 10 * 60_000
-    assert known_pod(status=lost).ended_ms == START_MS + 30 * 60_000
+    assert known_pod(status=lost).ended_ms == known_pod(status=evicted).ended_ms == START_MS + 30 * 60_000
+
+
+def test_why_a_pods_restarted_container_waits_is_reported_while_the_pod_runs() -> None:
+    def container(restarts: int, reason: str | None) -> dict[str, Any]:
+        state = {"running": {}} if reason is None else {"waiting": {"reason": reason}}
+        return {"restartCount": restarts, "state": state}
+
+    containers = [container(3, "CrashLoopBackOff"), container(9, None), container(0, "ContainerCreating")]
+    crashing = {"phase": "Running", "containerStatuses": containers}
+    also = {**crashing, "initContainerStatuses": [container(5, "ImagePullBackOff")]}
+    expected = [("CrashLoopBackOff", 3), ("ImagePullBackOff", 5), (None, None), (None, None)]
+    statuses = [crashing, also, {**also, "phase": "Failed"}, {**crashing, "containerStatuses": containers[1:]}]
+    found = [known_pod(status=status) for status in statuses]
+    assert [(pod.waiting, pod.restarts) for pod in found] == expected
 
 
 def test_no_pod_ends_before_it_begins() -> None:
