@@ -72,6 +72,8 @@ def test_what_half_of_the_ranks_do_is_no_outlier() -> None:
 def test_of_serving_replicas_only_the_state_of_the_gpu_itself_counts() -> None:
     assert not suspects(rank(0, utilization=0.3), *PEERS, kind="Deployment")
     assert suspects(rank(0, sm_clock_hz=1.2e9), *PEERS, kind="Deployment")
+    others = [msgspec.structs.replace(peer, model="another") for peer in PEERS]
+    assert not suspects(rank(0, utilization=0.3), *PEERS, *others, kind="Deployment")
 
 
 def test_ranks_that_wait_for_one_that_works_are_not_suspect_by_their_clocks() -> None:
@@ -190,6 +192,16 @@ def test_a_short_lag_is_no_alert_and_one_that_is_over_is_resolved() -> None:
     alert, end = fired(slow(25), range(60))
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
     assert end.starts_at == alert.starts_at
+    assert [gpu_in_alert.pod for gpu_in_alert in alert.gpus] == ["ml/bert-0"]
+
+
+def test_of_two_gpus_that_lag_the_one_that_keeps_up_again_leaves_the_alert() -> None:
+    def slow(n: int, i: int, minute: float) -> dict[str, Any]:
+        return {"sm_clock_hz": 1.2e9} if (n, i) == (0, 0) or ((n, i) == (1, 7) and minute < 25) else {}
+
+    alerts = fired(slow, range(60))
+    gpus = [[(gpu_in_alert.node, gpu_in_alert.index) for gpu_in_alert in alert.gpus] for alert in alerts]
+    assert gpus == [[("n0", 0), ("n1", 7)], [("n0", 0)]]
 
 
 @pytest.mark.parametrize("workload", [Workload("Job", "bert"), None])

@@ -102,6 +102,24 @@ def test_a_node_of_eight_gpus_takes_less_than_six_kilobytes_for_four_hours() -> 
     assert len(msgspec.json.encode(uses)) < 8 * 750
 
 
+def test_the_mean_is_right_however_long_the_pod_has_worked() -> None:
+    ticks = (busy(s, 1.0) for s in range(0, 121 * 3600, 60))
+    (use,) = uses_after(*ticks, needs=UseNeeds(4, figures=False)).uses[gpu(0)]
+    assert mean_of(use, 4) == pytest.approx(1.0)
+
+
+def test_a_gpu_that_is_slowed_down_on_purpose_is_not_throttled_and_violations_are_a_share_of_the_time() -> None:
+    def violating(second: float) -> Tick:
+        seconds = {"power_violation_seconds_total": 0.2 * second, "thermal_violation_seconds_total": 0.3 * second}
+        return busy(second, 0.5, clock_event_reasons=0x4, **seconds)
+
+    ticks = [violating(s) for s in range(0, 300, 5)]
+    before, now = uses_after(*ticks), uses_after(*ticks, violating(300))
+    figures = means_of_closed_step(before.uses[gpu(0)], now.uses[gpu(0)])
+    assert figures is not None
+    assert figures[-2:] == (0.0, pytest.approx(0.5))
+
+
 def test_the_figures_of_a_step_are_given_when_it_has_ended() -> None:
     fields = {"sm_clock_hz": 1.5e9, "power_watts": 300.0, "clock_event_reasons": 0x40}
     ticks = [busy(s, 0.5, **fields) for s in range(0, 300, 5)]
