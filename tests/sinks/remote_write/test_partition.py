@@ -478,6 +478,15 @@ async def test_other_work_goes_on_while_a_large_batch_is_put_into_windows() -> N
     assert turns >= 25
 
 
+async def test_a_window_has_the_aggregates_of_all_its_ticks() -> None:
+    setup = Setup(resolution=Resolution(10_000, ("max",)))
+    used = {n: 0.9 if n == 2 else 0.1 for n in range(1, 10)}
+    ticks = [sample(n, device(metrics={"gpu_utilization_ratio": ratio})) for n, ratio in used.items()]
+    await setup.deliver_some(*map(record, ticks))
+    values = setup.receiver.values()
+    assert [[value for _, value in values[f"gpu_utilization{suffix}"]] for suffix in ("", "_max")] == [[0.1], [0.9]]
+
+
 async def test_a_node_that_is_behind_holds_back_what_may_be_committed_and_nothing_else() -> None:
     setup = in_windows()
     slow, *fast = seconds(1, node="slow"), *(tick for n in range(2, 30) for tick in seconds(n, node="fast"))

@@ -10,6 +10,7 @@ import pytest
 
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.series.cache import RelabelledSet
+from sinks.series.labels import META
 from sinks.series.model import STALE, SampleGroup
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
@@ -83,6 +84,13 @@ def test_a_rule_sees_a_pods_container_on_its_devices_and_none_on_the_pod() -> No
     (tick,) = play(OpenSeries(writer(rules, names="otel")), sample(1, device(pod="a")))
     container_by_name = {labels["__name__"]: labels.get("c") for labels in map(dict, values_by_labels(tick.groups))}
     assert (container_by_name["gpu_utilization"], container_by_name["gpu_pod_info"]) == ("main", None)
+
+
+def test_a_rule_sees_the_labels_of_the_pod_and_its_namespace_on_series_that_do_not_have_them() -> None:
+    rules = f"- {{source_labels: [{META}pod_label_team, {META}namespace_label_tier], target_label: who}}"
+    holder = {"namespace": "ml", "pod": "a", "labels": {"team": "vision"}, "namespace_labels": {"tier": "gold"}}
+    (tick,) = play(OpenSeries(writer(rules)), sample(1, device(holders=[holder])))
+    assert {dict(name).get("who") for name in values_by_labels(tick.groups)} == {"vision;gold"}
 
 
 def test_a_marker_ends_the_series_that_was_sent() -> None:
@@ -169,6 +177,9 @@ def test_a_shared_device_is_written_for_each_pod_and_its_rest_and_they_come_to_t
     assert values[USED] == {"a": 600, "b": 300, None: 100}
     assert values[POWER] == {"a": 150, "b": 75, None: 75}
     assert values["DCGM_FI_DEV_GPU_TEMP"] == {None: 60}
+    used = [labels for labels in map(dict, values_by_labels(first.groups)) if labels["__name__"] == USED]
+    containers = {(labels.get("pod"), labels.get("container")) for labels in used}
+    assert containers == {(None, None), ("a", "main"), ("b", "main")}
     assert all(earlier is later for earlier, later in zip(first.open, second.open, strict=True))
     assert sum(group.series.primaries for group in first.groups) == 4, "parts are no further values of metrics"
 
@@ -179,6 +190,12 @@ def test_a_quantity_without_known_parts_stays_the_devices() -> None:
     values = by_name(tick)
     assert values[UTIL] == {"a": 50, None: pytest.approx(40)}
     assert (values[USED], values[POWER]) == ({None: 1000}, {None: 300})
+
+
+def test_no_rest_is_less_than_nothing() -> None:
+    shared_device = shared(("a", {"utilization_ratio": 0.5}), ("b", {"utilization_ratio": 0.5}))
+    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, shared_device))
+    assert by_name(tick)[UTIL] == {"a": 50, "b": 50, None: 0}
 
 
 def test_a_shared_device_that_a_tick_lacks_is_written_by_pod_again_when_it_is_back() -> None:

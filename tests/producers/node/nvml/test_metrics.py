@@ -616,6 +616,10 @@ def test_keys_that_disappear_or_come_back_are_reported_once_with_their_call() ->
     bench = Bench()
     bench.values()
     assert bench.metrics.availability_change() is None
+    bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.UNKNOWN)  # for a moment
+    assert "fan_speed_ratio" not in bench.values()
+    assert bench.metrics.availability_change() is None
+    bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 30
     answer = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
     bench.gpu.fail("nvmlDeviceGetRemappedRows", binding.NOT_SUPPORTED)
     bench.values()
@@ -728,6 +732,12 @@ def test_a_byte_counter_that_is_zero_for_a_tick_makes_no_rate_and_spoils_none() 
         rates.append(bench.values().get("pcie_tx_bytes_per_second"))
         bench.clock.now_s += 1
     assert rates == [None, 1000, None, 1000, 1000]
+
+
+def test_memory_may_be_used_to_the_last_byte() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = SimpleNamespace(total=80 * GIB, reserved=0, free=0, used=80 * GIB)
+    assert bench.values()["memory_used_bytes"] == 80 * GIB
 
 
 @pytest.mark.parametrize(
