@@ -123,6 +123,8 @@ def test_a_clock_that_is_set_and_a_log_that_stood_still_are_no_silence() -> None
     own_node = [tick(second, device(0)) for second in [0, 1, 3600, 3601, 2, 3, 4]]
     assert silent(*own_node, logged_s=range(7)) == []
     assert silent(*each_second("n", range(4)), logged_s=[0, 1, 600, 601]) == []
+    ahead = tick(3600, device(0), node="m")
+    assert silent(*each_second("n", range(4)), ahead, logged_s=range(5)) == []
     assert silent(*each_second("n", range(2)), tick(300, device(0)), logged_s=[0, 1, 300]) == [
         ("n", "firing"),
         ("n", "resolved"),

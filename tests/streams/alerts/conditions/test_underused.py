@@ -61,6 +61,17 @@ def test_it_is_resolved_when_the_window_has_enough_work() -> None:
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
 
 
+def test_it_ends_with_its_pod_though_another_one_holds_the_gpu_then() -> None:
+    replay, alerts = Replay(ON), list[Alert]()
+    for second in range(0, 5400, 10):
+        pod = holder("first") if second < 3600 else holder("second")
+        alerts += replay.judge(tick(second, device(0, pod, busy=0.03)))
+    alert, end = [candidate for candidate in alerts if candidate.name == "GPUUnderused"][:2]
+    assert (alert.gpus[0].pod, end.state, end.resolved_because) == ("ml/first", "resolved", "pod_ended")
+    assert end.ends_at is not None
+    assert milliseconds(end.ends_at) - START_MS == 3_600_000
+
+
 def test_it_fires_on_while_a_clock_that_was_set_back_shows_less_than_a_window() -> None:
     short_window = overlay('[rules.GPUUnderused]\nwindow = "10m"\nkeep_firing_for = "1m"')
     replay, alerts = Replay(short_window), list[Alert]()
