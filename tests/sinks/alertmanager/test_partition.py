@@ -152,6 +152,15 @@ async def test_what_is_open_is_reported_again_and_again_and_later_each_time() ->
     assert setup.manager.heard[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
 
 
+async def test_an_alert_that_is_over_does_not_fire_again_when_its_beginning_is_written_again() -> None:
+    setup = Setup(FakeAlertmanager(), resend_s=0.01)
+    async with setup.resending():
+        await setup.deliver(records(firing("a"), over("a"), firing("a"), firing("b")))
+        before = len(setup.manager.requests)
+        await eventually(lambda: len(setup.manager.requests) > before + 2)
+    assert setup.manager.firing() == {"b"}
+
+
 async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None:
     setup = Setup(FakeAlertmanager(), resend_s=0.02)
     stays, other = AlertmanagerPartition(*setup.shared), asyncio.Event()
