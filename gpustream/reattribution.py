@@ -58,11 +58,6 @@ class PartitionJoin:
         self._watermark = Watermark()
         self.malformed = 0
 
-    @property
-    def nodes(self) -> int:
-        """The number of nodes that had a record."""
-        return len(self._states)
-
     def learn(self, topic: str, record: Any) -> None:
         """Adds a record of gpu.allocations or gpu.workloads. Skips a malformed one, which has its dead letter."""
         try:
@@ -97,7 +92,8 @@ class PartitionJoin:
 
 @dataclass
 class ReattributionTotals:
-    """How much has been read and written so far. ``existing`` counts ticks that the target had already."""
+    """How much has been read and written so far. ``nodes`` counts those with ticks, ``existing`` the ticks that the
+    target had already."""
 
     nodes: int = 0
     exact: int = 0
@@ -165,7 +161,7 @@ async def _write(
 ) -> None:
     """Attributes a partition's samples again, and writes the ticks that the target does not have."""
     encode, writer = msgspec.json.Encoder().encode, history.Writer(sender)
-    written: Span | None = None
+    written, nodes = None, set[bytes]()
     async for records in ticks:
         for record in records:
             if written is None:
@@ -178,6 +174,7 @@ async def _write(
                     )
             if (sample := partition_join.attribute(record)) is None:
                 continue
+            nodes.add(record.key)
             if sample.offset < written.start:
                 raise BrokerError(
                     f"partition {record.partition} of the target begins with a later sample ({written.start}) than this"
@@ -190,7 +187,7 @@ async def _write(
             key = node_key(sample.cluster, sample.node)
             await writer.write(attributed.TOPIC.name, encode(sample), key, record.partition)
     await writer.settle()
-    totals.nodes, totals.malformed = totals.nodes + partition_join.nodes, totals.malformed + partition_join.malformed
+    totals.nodes, totals.malformed = totals.nodes + len(nodes), totals.malformed + partition_join.malformed
 
 
 async def _written_span(target_reader: History, tp: Partition) -> Span:

@@ -73,7 +73,10 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
     logged_ms = sorted(record.timestamp for record in await read_all(kafka.address, "gpu.samples"))
     half = await attribute_again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
     assert 0 < half.exact < 6 * TICKS
+    without_ticks = {"schema": 1, "cluster": "default", "node": "n", "epoch": 1, "seq": 1, "ts_ms": 1}
+    await _write(kafka, "gpu.workloads", (b"default/n", json.dumps(without_ticks).encode()))
     counts = await attribute_again(kafka)
+    assert counts.nodes == 6
     assert (counts.existing, counts.exact, counts.late, counts.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
     live_records = await read_all(kafka.address, f"{INTO}gpu.attributed")
     assert await by_partition(kafka, f"{INTO}gpu.attributed") == live
