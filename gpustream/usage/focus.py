@@ -170,6 +170,8 @@ class Bill:
 
     def add(self, record: Usage) -> None:
         """Adds a record. There is one for each key."""
+        if not record.slice_ms:
+            return
         part = Part(record.category, "", "")
         if record.category == "held":
             part = Part("held", "" if self._by == "team" else record.cluster, holder_name(record, self._by))

@@ -154,7 +154,7 @@ class LatestRecords:
                     self._latest[key] = header.generation, header.revision, record.value
 
     def records(self) -> Iterator[Usage]:
-        """The records that count, without those that have no time in them."""
+        """The records that count, without those of which nothing is left. A row ``unobserved`` may have energy only."""
         for (topic, key), (*_, value) in self._latest.items():
             try:
                 usage = _decode(value)
@@ -163,5 +163,5 @@ class LatestRecords:
             except msgspec.DecodeError as error:
                 log.warning("%s, key %r: %s", topic, key, error)
                 continue
-            if usage.slice_ms or usage.device_ms:
+            if usage.slice_ms or usage.energy_mj:
                 yield usage

@@ -93,6 +93,13 @@ def test_a_charge_becomes_one_for_each_holder_and_for_what_nobody_held(tmp_path:
     assert {row["x_OriginRow"] for row in rows} == {"1"}
 
 
+def test_what_has_energy_and_no_time_has_no_part_of_a_charge(tmp_path: Path) -> None:
+    fleet = [record for record in FLEET if record.category != "lost"]
+    expected = written(tmp_path, bill(tmp_path, {}), fleet)
+    energy = usage(category="lost", device_ms=0, energy_mj=5)
+    assert written(tmp_path, bill(tmp_path, {}), [*fleet, energy]) == expected
+
+
 def test_costs_and_quantities_add_up_to_the_charge_exactly_and_all_else_is_copied(tmp_path: Path) -> None:
     rows = written(tmp_path, bill(tmp_path, {}))
     for column in (*COST_COLUMNS, *QUANTITY_COLUMNS):

@@ -114,6 +114,14 @@ def test_what_became_zero_in_a_later_revision_does_not_count() -> None:
     assert counted(read(usage("ml")), read(usage("ml", revision=2, device_ms=0))) == []
 
 
+def test_energy_of_a_silence_counts_although_no_time_of_the_hour_is_unobserved() -> None:
+    drawn = usage(category="unobserved", device_ms=0, energy_mj=4_235_441)
+    records = counted(read(usage()), read(drawn))
+    assert records == [usage(), drawn]
+    assert table(*records).categories["unobserved"].energy_mj == 4_235_441
+    assert table(*records).gpu_hours == 1
+
+
 def test_whole_hours_count_by_hours_and_the_ends_by_minutes() -> None:
     requested = Range(START_MS + HOUR_MS - 2 * MINUTE_MS, START_MS + 2 * HOUR_MS + MINUTE_MS)
     minutes = [
