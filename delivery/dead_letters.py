@@ -67,7 +67,7 @@ class DeadLetters:
     async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
         """Write a record's dead letter; returns once it is acknowledged. Raises Abandoned if ``abandon`` is set."""
         origin = Origin(record.topic, record.partition, record.offset)
-        log.warning("%s: dead-lettered: %s", origin, error)
+        log.warning("%s partition %d: dead-lettered at offset %d: %.300s", *origin, error)
 
         async def send() -> None:
             try:

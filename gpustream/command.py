@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
 
 _ERRORS = "gpustream.errors"
+_INVALID = "gpustream.invalid"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
 """The options that show the help of any command."""
@@ -51,6 +53,7 @@ class _Collecting(click.Parameter):
             return super().handle_parse_result(ctx, opts, args)
         except click.UsageError as error:
             ctx.meta.setdefault(_ERRORS, []).append(error.format_message().strip())
+            ctx.meta.setdefault(_INVALID, set()).update(self.opts)
             example = getattr(self.type, "example", None)
             value = self.get_default(ctx) if example is None else self.type.convert(example, self, ctx)
             value = (value,) if getattr(self, "multiple", False) else value
@@ -100,7 +103,8 @@ class Command(click.Command):
     """A click command with an example in its help, whose errors are all reported at once.
 
     ``check`` gets all parameters, and returns what is wrong with their combination. If a value is invalid, it gets the
-    example of the option's type instead, so that one error does not hide the others.
+    example of the option's type instead, so that one error does not hide the others. What ``check`` says of an option
+    whose value is invalid is left out: it is about the example.
     """
 
     def __init__(
@@ -131,7 +135,9 @@ class Command(click.Command):
         errors += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments
             errors += [f"Got an unexpected argument {arg!r}." for arg in extra_args]
-        errors += self.check(ctx.params) if self.check else ()
+        invalid = ctx.meta.get(_INVALID, set())
+        checked = self.check(ctx.params) if self.check else ()
+        errors += [error for error in checked if invalid.isdisjoint(re.findall(r"--[\w-]+", error))]
         if errors and not ctx.resilient_parsing:
             raise UsageErrors(errors, ctx)
         return []
