@@ -36,6 +36,9 @@ KEEP_S = 75.0
 """If a node closes no minute for this time, its books are written all the same: its ticks would delay the commit."""
 LEADERS_APART_MS = 60_000
 """By how much the log time of the next record may be behind the clock here, or behind the last record."""
+NO_SAMPLES_S = 24 * 3600.0
+"""After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed, as
+one that is a dead letter: gpu.samples does not have it any more."""
 FORGET_MS = 25 * HOUR_MS
 """After this time without a tick a node's books are deleted: gpu.attributed has no tick of it any more."""
 
@@ -109,7 +112,7 @@ class PartitionBooks(PartitionState):
     """The nodes of one partition, by key. ``passed_ms``: the log time up to which silent nodes have been closed."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(number, NO_SAMPLES_S)
         self.nodes: dict[bytes, NodeBooks] = {}
         self.passed_ms = 0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from delivery.instruments import Instruments
 from streams.stage import ATTRIBUTED
 from streams.usage.books import Accounting
-from streams.usage.component import INSTRUMENTS, KEEP_S, UsageWorker
+from streams.usage.component import INSTRUMENTS, KEEP_S, NO_SAMPLES_S, UsageWorker
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Worker, settle
 from tests.streams.fakes import Record
@@ -215,6 +215,23 @@ def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
         return broker.logs[MINUTES.name]
 
     assert run(lived()) == []
+
+
+def test_a_last_sample_that_is_never_attributed_delays_the_close_by_as_long_as_samples_are_kept() -> None:
+    async def lived() -> tuple[int, list[bool]]:
+        broker = Broker()
+        for at_s in range(0, 31, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        worker.clocks.started_ms = START_MS + 30_000
+        await worker.start()
+        await worker.live()
+        await worker.wait(NO_SAMPLES_S - 60, samples_end=8)
+        early = len(broker.logs[HOURS.name])
+        await worker.wait(120, samples_end=8)
+        return early, [msgspec.json.decode(log.value)["final"] for log in broker.logs[HOURS.name] if log.value]
+
+    assert run(lived()) == (0, [True, True])
 
 
 def test_books_that_another_worker_wrote_late_are_overwritten() -> None:
