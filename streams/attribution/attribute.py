@@ -227,6 +227,7 @@ def _memo(
         if previous is pods or (
             previous.dra is pods.dra
             and previous.admin is pods.admin
+            and previous.ended == pods.ended
             and previous.pods.keys() == pods.pods.keys()
             and all(pods.pods[name] is pod for name, pod in previous.pods.items())
         ):

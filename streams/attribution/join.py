@@ -149,7 +149,10 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
     elif isinstance(record, Allocations):
         state = _with_snapshot(state, record)
     elif isinstance(record, LoggedWorkloads):
-        state = _replace(state, workloads=add_record(state.workloads, record.record, record.logged_ms))
+        # What was logged before the record has been read; another one may be logged in the same millisecond.
+        watermark_ms = max(state.watermark_ms, record.logged_ms - 1)
+        workloads = add_record(state.workloads, record.record, record.logged_ms)
+        state = _replace(state, workloads=workloads, watermark_ms=watermark_ms)
     elif isinstance(record, AllocationsRead):
         state = _replace(state, allocations_read_s=max(state.allocations_read_s, record.asked_s))
     elif isinstance(record, WatermarkRaised):
