@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
 """What the client raises if no broker answers."""
 
+_OFFSETS_RETRY_S = 0.5
 _OTHER_COORDINATOR = (GroupCoordinatorNotAvailableError.errno, NotCoordinatorForGroupError.errno)
 _CLOSE_TIMEOUT_S = 2.0
 _CANCELLATIONS = 20
@@ -140,6 +141,7 @@ async def _send_checked(coordinator: GroupCoordinator, request: Any) -> Any:
     if response.API_KEY == OffsetFetchRequest.API_KEY and (code := getattr(response, "error_code", 0)):
         if code in _OTHER_COORDINATOR:
             coordinator.coordinator_dead()
+        await asyncio.sleep(_OFFSETS_RETRY_S)  # aiokafka repeats the request of each partition after 0.1 s
         raise for_code(code)(coordinator.group_id)
     return response
 

@@ -180,14 +180,19 @@ async def commits_by(*answers: OffsetFetchResponse_v3) -> Any:
 
 
 @pytest.mark.parametrize("code", [14, 15, 16])
-async def test_a_commit_that_the_coordinator_can_not_give_yet_is_requested_again(code: int) -> None:
+async def test_a_commit_that_the_coordinator_can_not_give_yet_is_requested_again(
+    pauses_s: list[float], code: int
+) -> None:
     commits = await commits_by(
         OffsetFetchResponse_v3(0, [], code), OffsetFetchResponse_v3(0, [("ticks", [(0, 7, "", 0)])], 0)
     )
     assert commits == {TopicPartition("ticks", 0): OffsetAndMetadata(7, "")}
+    assert max(pauses_s) == 0.5
 
 
-async def test_whoever_may_not_read_the_group_gets_an_error_and_not_that_there_is_no_commit() -> None:
+async def test_whoever_may_not_read_the_group_gets_an_error_and_not_that_there_is_no_commit(
+    pauses_s: list[float],
+) -> None:
     with pytest.raises(GroupAuthorizationFailedError, match="g"):
         await commits_by(OffsetFetchResponse_v3(0, [], 30))
 
