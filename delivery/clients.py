@@ -1,58 +1,22 @@
-"""aiokafka's clients, patched so that they never create a topic: make, start and close them with these functions.
+"""Makes, starts and closes aiokafka's clients, as :mod:`delivery.aiokafka_patches` changes them.
 
-A client requests metadata of its topics by name. A broker with ``auto.create.topics.enable``, which is Kafka's default,
-creates a topic that is requested, with the broker's own number of partitions and settings. Only the request itself can
-forbid that, and aiokafka has no option for it. So the request is replaced in every module that makes one, for the whole
-process.
-
-While a partition has no leader, aiokafka requests metadata again as soon as it has the answer, or none. While a broker
-refuses to give records, it fetches again at once. So a client waits after each of these.
-
-aiokafka may drop a connection that the broker has ended without closing it, and then its descriptor stays open until
-the garbage collector finds it. So such a connection is closed before.
-
-An answer to OffsetFetch may have an error of the whole group, such as that the broker is not its coordinator any more,
-and then it has no partitions. aiokafka ignores that error, and would take the answer for "there are no commits".
-
-A producer compresses at zstd's level 1, for which aiokafka has no option: our records become no larger than at level 3,
-in 0.8 of the time.
-
-Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
+In: a connection. Out: consumers, producers and admin clients, of which none creates a topic.
+On failure: a client is tried again for as long as no broker answers.
 """
 
 import asyncio
 import itertools
 import logging
 import math
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import aiokafka.admin.client
-import aiokafka.client
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.client import AIOKafkaClient, ConnectionGroup
-from aiokafka.codec import zstd_encode
-from aiokafka.conn import CloseReason
-from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.errors import (
-    GroupCoordinatorNotAvailableError,
-    KafkaConnectionError,
-    KafkaError,
-    NodeNotReadyError,
-    NotCoordinatorForGroupError,
-    RequestTimedOutError,
-    StaleMetadata,
-    for_code,
-)
-from aiokafka.protocol.commit import OffsetFetchRequest
-from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
 
+from delivery import aiokafka_patches as aiokafka_patches  # for what it changes in aiokafka
 from delivery import opening
 from delivery.connection import Connection
 from delivery.kafka_errors import describe
@@ -63,8 +27,6 @@ log = logging.getLogger(__name__)
 SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
 """What the client raises if no broker answers."""
 
-_OFFSETS_RETRY_S = 0.5
-_OTHER_COORDINATOR = (GroupCoordinatorNotAvailableError.errno, NotCoordinatorForGroupError.errno)
 _CLOSE_TIMEOUT_S = 2.0
 _CANCELLATIONS = 20
 _LOG_AGAIN_S = 60.0
@@ -72,98 +34,6 @@ _PEEK_POLLS = 10
 _PEEK_BACK_RECORDS = 8
 _PEEK_BYTES = 256 << 10
 _NO_GROUP: dict[str, Any] = {"group_id": None, "auto_offset_reset": "earliest"}
-
-
-class _NoNewTopics(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
-    """A request for metadata that does not create a missing topic."""
-
-    def __init__(self, topics: list[str] | None = None) -> None:
-        super().__init__(topics, allow_auto_topic_creation=False)
-
-
-for _module in (aiokafka.client, aiokafka.admin.client):
-    _module.MetadataRequest = _NoNewTopics
-
-
-_METADATA_RETRY_S = 0.1
-_metadata_update: Callable[..., Awaitable[bool]] = AIOKafkaClient._metadata_update  # noqa: SLF001 - there is no option
-
-
-async def _paced_metadata_update(client: AIOKafkaClient, cluster: Any, topics: Iterable[str] | None) -> bool:
-    """aiokafka's own request for metadata, with a pause if there is none, or if it lacks a topic or a leader."""
-    answered = await _metadata_update(client, cluster, topics)
-    if not answered:
-        await asyncio.sleep(_METADATA_RETRY_S)
-    elif any(
-        not (partitions := cluster.partitions_for_topic(topic))
-        or cluster.available_partitions_for_topic(topic) != partitions
-        for topic in topics or cluster.topics()
-    ):
-        await asyncio.sleep(client._retry_backoff)  # noqa: SLF001 - likewise
-    return answered
-
-
-AIOKafkaClient._metadata_update = _paced_metadata_update  # noqa: SLF001 - likewise
-_send: Callable[..., Awaitable[Any]] = AIOKafkaClient.send
-
-
-async def _paced_send(client: AIOKafkaClient, node_id: Any, request: Any, **options: Any) -> Any:
-    """aiokafka's own request to a node, with a pause after a fetch for which a partition got an error."""
-    response = await _send(client, node_id, request, **options)
-    if request.API_KEY == FetchRequest.API_KEY and any(
-        error_code for _, partitions in response.topics for _, error_code, *_ in partitions
-    ):
-        await asyncio.sleep(client._retry_backoff)  # noqa: SLF001 - likewise
-    return response
-
-
-AIOKafkaClient.send = _paced_send
-_get_conn: Callable[..., Awaitable[Any]] = AIOKafkaClient._get_conn  # noqa: SLF001 - likewise
-
-
-async def _get_open_conn(client: AIOKafkaClient, node_id: Any, **options: Any) -> Any:
-    """aiokafka's own connection to a node; one that the broker has ended is closed before it is dropped."""
-    cached = client._conns.get((node_id, options.get("group", ConnectionGroup.DEFAULT)))  # noqa: SLF001 - likewise
-    if cached is not None and not cached.connected():
-        cached.close(reason=CloseReason.CONNECTION_BROKEN)
-    return await _get_conn(client, node_id, **options)
-
-
-AIOKafkaClient._get_conn = _get_open_conn  # noqa: SLF001 - likewise
-
-
-_send_to_coordinator: Callable[..., Awaitable[Any]] = GroupCoordinator._send_req  # noqa: SLF001 - likewise
-
-
-async def _send_checked(coordinator: GroupCoordinator, request: Any) -> Any:
-    """aiokafka's own request to a group's coordinator. Raises the group's error in an answer to OffsetFetch."""
-    response = await _send_to_coordinator(coordinator, request)
-    if response.API_KEY == OffsetFetchRequest.API_KEY and (code := getattr(response, "error_code", 0)):
-        if code in _OTHER_COORDINATOR:
-            coordinator.coordinator_dead()
-        await asyncio.sleep(_OFFSETS_RETRY_S)  # aiokafka repeats the request of each partition after 0.1 s
-        raise for_code(code)(coordinator.group_id)
-    return response
-
-
-GroupCoordinator._send_req = _send_checked  # noqa: SLF001 - likewise
-_do_commit_offsets: Callable[..., Awaitable[None]] = GroupCoordinator._do_commit_offsets  # noqa: SLF001 - likewise
-
-
-async def _commit_offsets(coordinator: GroupCoordinator, *args: Any) -> None:
-    """aiokafka's own commit, in a task that goes on if its caller is cancelled: then nobody retrieves its error."""
-    if (task := asyncio.current_task()) is not None:
-        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-    await _do_commit_offsets(coordinator, *args)
-
-
-GroupCoordinator._do_commit_offsets = _commit_offsets  # noqa: SLF001 - likewise
-
-
-_ZSTD_LEVEL = 1
-sys.modules[DefaultRecordBatchBuilder.__module__].zstd_encode = partial(  # type: ignore[attr-defined] # likewise
-    zstd_encode, level=_ZSTD_LEVEL
-)
 
 
 def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:

@@ -1,4 +1,4 @@
-"""No client creates a topic by a metadata request, and every consumer reads only committed records."""
+"""Clients come from one module and leave no connection open; every consumer reads only committed records."""
 
 import asyncio
 import contextlib
@@ -11,40 +11,19 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
-import aiokafka.admin.client
-import aiokafka.client
-import cramjam
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.cluster import ClusterMetadata
-from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.consumer.subscription_state import SubscriptionState
-from aiokafka.errors import GroupAuthorizationFailedError, KafkaConnectionError
-from aiokafka.protocol.commit import OffsetFetchResponse_v3
-from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v4
-from aiokafka.protocol.metadata import MetadataResponse_v5
-from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
-from aiokafka.structs import OffsetAndMetadata
+from aiokafka.errors import KafkaConnectionError
 
 import delivery.clients
 from delivery import opening
 from delivery.connection import Connection
-from tests.eventually import eventually
 
 ROOT = Path(delivery.clients.__file__).parents[1]
-PACKAGES = ("delivery", "docs/consumers", "gpustream", "producers", "sinks", "streams", "topics")
 METADATA = 3
-ZSTD, RECORDS_AT = 4, 61  # in Kafka's record batch of version 2: the codec, and where its records begin
-
-
-@pytest.mark.parametrize("module", [aiokafka.client, aiokafka.admin.client])
-@pytest.mark.parametrize("names", [None, ["gpu.samples"]])
-def test_a_metadata_request_forbids_the_creation_of_topics(module: object, names: list[str] | None) -> None:
-    request = module.MetadataRequest(names).prepare({METADATA: (0, 12)})  # type: ignore[attr-defined]
-
-    assert request.to_object() == {"topics": names, "allow_auto_topic_creation": False}
+PACKAGES = ("delivery", "docs/consumers", "gpustream", "producers", "sinks", "streams", "topics")
 
 
 def test_every_client_is_imported_from_the_module_that_ensures_that() -> None:
@@ -61,22 +40,6 @@ def test_every_client_is_imported_from_the_module_that_ensures_that() -> None:
     ]
 
     assert {path.relative_to(ROOT).as_posix() for path, _ in imports} == {"delivery/clients.py"}
-
-
-def test_a_batch_of_zstd_is_compressed_at_level_1() -> None:
-    values = [bytes(f"{number * 7919}", "ascii") for number in range(1000)]
-    builder = DefaultRecordBatchBuilder(
-        magic=2, compression_type=ZSTD, is_transactional=0, producer_id=-1, producer_epoch=-1, base_sequence=0,
-        batch_size=1 << 20,
-    )  # fmt: skip
-    for offset, value in enumerate(values):
-        assert builder.append(offset, timestamp=0, key=None, value=value, headers=[]) is not None
-    batch = builder.build()
-    records = bytes(batch[RECORDS_AT:])
-    plain = bytes(cramjam.zstd.decompress(records))
-
-    assert records == bytes(cramjam.zstd.compress(plain, level=1)) != bytes(cramjam.zstd.compress(plain, level=3))
-    assert [record.value for record in DefaultRecordBatch(bytes(batch))] == values
 
 
 def test_every_consumer_reads_committed_records_except_the_one_that_looks_whether_a_topic_is_empty() -> None:
@@ -100,149 +63,6 @@ async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pyt
     monkeypatch.setattr(time, "monotonic", lambda: created_s + 86_400)
     assert not batch.expired()
     await producer.stop()
-
-
-@pytest.fixture
-def pauses_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that are made, without waiting for them."""
-    pauses_s: list[float] = []
-
-    async def sleep(delay_s: float) -> None:
-        pauses_s.append(delay_s)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    return pauses_s
-
-
-def leaders(*of_partitions: int) -> MetadataResponse_v5:
-    """Metadata of the topic "ticks" with these leaders."""
-    partitions: list[Any] = [(0, number, leader, [1], [1], []) for number, leader in enumerate(of_partitions)]
-    return MetadataResponse_v5(0, [(1, "k", 9092, None)], "c", 1, [(0, "ticks", False, partitions)])
-
-
-@pytest.mark.parametrize(
-    ("metadata", "topics", "pauses"),
-    [
-        pytest.param(leaders(1, 1), ["ticks"], [], id="all"),
-        pytest.param(leaders(1, -1), ["ticks"], [0.25], id="a leader is missing"),
-        pytest.param(leaders(1, -1), None, [0.25], id="a leader of any topic is missing"),
-        pytest.param(leaders(1, 1), ["ticks", "tocks"], [0.25], id="a topic is missing"),
-        pytest.param(None, ["ticks"], [0.1], id="no broker answers"),
-    ],
-)
-async def test_a_client_waits_after_metadata_that_lack_a_leader_or_a_topic(
-    monkeypatch: pytest.MonkeyPatch, pauses_s: list[float], metadata: Any, topics: Any, pauses: list[float]
-) -> None:
-    async def ask(client: object, cluster: ClusterMetadata, topics: object) -> bool:
-        if metadata is not None:
-            cluster.update_metadata(metadata)
-        return metadata is not None
-
-    monkeypatch.setattr(delivery.clients, "_metadata_update", ask)
-    client, cluster = SimpleNamespace(_retry_backoff=0.25), ClusterMetadata(metadata_max_age_ms=1000)
-
-    assert await aiokafka.client.AIOKafkaClient._metadata_update(client, cluster, topics) is (metadata is not None)
-    assert pauses_s == pauses
-
-
-@pytest.mark.parametrize(("code", "pauses"), [(0, []), (6, [0.25]), (-1, [0.25])])
-async def test_a_client_waits_after_a_fetch_that_a_broker_refuses(
-    monkeypatch: pytest.MonkeyPatch, pauses_s: list[float], code: int, pauses: list[float]
-) -> None:
-    response = FetchResponse_v4(0, [("ticks", [(0, 0, 10, 10, [], b""), (1, code, -1, -1, None, b"")])])
-    monkeypatch.setattr(delivery.clients, "_send", AsyncMock(return_value=response))
-    client, request = SimpleNamespace(_retry_backoff=0.25), FetchRequest(1, 1, 1, 0, [])
-
-    assert await aiokafka.client.AIOKafkaClient.send(client, 1, request) is response
-    assert pauses_s == pauses
-
-
-def coordinator_with(send: AsyncMock) -> Any:
-    """A member of the group "g", whose requests to its coordinators, 1 and then 2, are sent by ``send``."""
-    client = Mock(
-        send=send,
-        coordinator_lookup=AsyncMock(return_value=2),
-        ready=AsyncMock(),
-        force_metadata_update=AsyncMock(),
-    )
-    coordinator: Any = GroupCoordinator(client, SubscriptionState(), group_id="g", retry_backoff_ms=1)
-    coordinator.coordinator_id = 1
-    return coordinator
-
-
-async def commits_by(*answers: OffsetFetchResponse_v3) -> Any:
-    """The group's commits, by these answers."""
-    coordinator = coordinator_with(AsyncMock(side_effect=answers))
-    try:
-        return await coordinator.fetch_committed_offsets([TopicPartition("ticks", 0)])
-    finally:
-        await coordinator.close()
-
-
-@pytest.mark.parametrize("code", [14, 15, 16])
-async def test_a_commit_that_the_coordinator_can_not_give_yet_is_requested_again(
-    pauses_s: list[float], code: int
-) -> None:
-    commits = await commits_by(
-        OffsetFetchResponse_v3(0, [], code), OffsetFetchResponse_v3(0, [("ticks", [(0, 7, "", 0)])], 0)
-    )
-    assert commits == {TopicPartition("ticks", 0): OffsetAndMetadata(7, "")}
-    assert max(pauses_s) == 0.5
-
-
-async def test_whoever_may_not_read_the_group_gets_an_error_and_not_that_there_is_no_commit(
-    pauses_s: list[float],
-) -> None:
-    with pytest.raises(GroupAuthorizationFailedError, match="g"):
-        await commits_by(OffsetFetchResponse_v3(0, [], 30))
-
-
-async def test_the_error_of_a_commit_for_which_nobody_waits_any_more_is_not_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    answered = asyncio.Event()
-
-    async def send(*_: Any, **__: Any) -> None:
-        await answered.wait()
-        raise KafkaConnectionError
-
-    coordinator = coordinator_with(AsyncMock(side_effect=send))
-    offsets = {TopicPartition("ticks", 0): OffsetAndMetadata(7, "")}
-    committing = asyncio.ensure_future(coordinator.commit_offsets(None, offsets))
-    await eventually(lambda: coordinator._client.send.called, every_s=0)
-    committing.cancel()
-    await asyncio.wait([committing])
-    answered.set()
-    await eventually(lambda: coordinator.coordinator_id is None, every_s=0)
-    await coordinator.close()
-    gc.collect()
-
-    assert [record for record in caplog.records if record.name == "asyncio"] == []
-
-
-async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broker: list[asyncio.StreamWriter] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        broker.append(writer)
-        _, api, _, correlation_id = struct.unpack(">ihhi", await reader.readexactly(12))
-        writer.write(struct.pack(">iihihhh", 16, correlation_id, 0, 1, api, 0, 0))
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        client: Any = aiokafka.client.AIOKafkaClient(bootstrap_servers=f"{host}:{port}")
-        brokers: list[Any] = [SimpleNamespace(host=host, port=port), None]  # then it is missing from the metadata, too
-        monkeypatch.setattr(client.cluster, "broker_metadata", lambda node_id: brokers.pop(0))
-        connection = await client._get_conn(0)
-        reader, transport = connection._reader, connection._writer.transport
-        del connection
-        broker[0].close()
-        await eventually(reader.at_eof, every_s=0)  # only until then: aiokafka itself sees it next
-        assert await client._get_conn(0) is None
-        assert transport.is_closing()
-        await client.close()
 
 
 class HalfABroker:

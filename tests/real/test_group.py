@@ -14,7 +14,7 @@ from aiokafka.protocol.group import HeartbeatRequest
 from confluent_kafka import TopicPartition as TheirPartition
 from confluent_kafka.admin import NewPartitions
 
-from delivery import clients
+from delivery import aiokafka_patches
 from delivery import group as group_module
 from delivery.clients import OffsetClient
 from delivery.dead_letters import Record
@@ -222,7 +222,7 @@ async def test_a_member_whose_heartbeats_got_errors_for_a_while_stays_in_its_gro
     settings = MemberSettings(kafka=kafka.address, group="group-heartbeats", session_timeout_s=6.0)
     member = Assignments()
     reader = ConsumerGroup(settings, ["group-heartbeats"], member, {"group-heartbeats": 1})
-    send, errors = clients._send, 0
+    send, errors = aiokafka_patches._send, 0
 
     async def send_and_refuse(client: object, node_id: object, request: Any, **options: Any) -> Any:
         nonlocal errors
@@ -232,7 +232,7 @@ async def test_a_member_whose_heartbeats_got_errors_for_a_while_stays_in_its_gro
             response.error_code = GroupLoadInProgressError.errno
         return response
 
-    monkeypatch.setattr(clients, "_send", send_and_refuse)
+    monkeypatch.setattr(aiokafka_patches, "_send", send_and_refuse)
     await reader.connect()
     reader.join()
     try:
