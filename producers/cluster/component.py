@@ -125,6 +125,11 @@ def listeners(
         if policies is not None:
             policies.put_namespace(namespace.metadata.name, namespace.metadata.annotations)
 
+    def remove_namespace(name: str) -> None:
+        store.remove_namespace(name)
+        if policies is not None:
+            policies.put_namespace(name, None)
+
     rows: tuple[tuple[str, type[Any], str, Collection[str], Callable[[Any], object], Callable[[str], object]], ...] = (
         ("pods", objects.Pod, "uid", store.pods.keys(),
          put_pod, lambda uid: store.remove_pod(uid, now_ms())),
@@ -132,7 +137,7 @@ def listeners(
          lambda node: store.put_node(node.metadata.name, node.metadata.labels, node.maintenance),
          lambda name: store.remove_node(name, now_ms())),
         ("namespaces", objects.Object, "name", store.namespaces,
-         put_namespace, store.remove_namespace),
+         put_namespace, remove_namespace),
         ("resourceslices", objects.ResourceSlice, "uid", store.slices.keys(), store.put_slice, store.remove_slice),
         ("devicetaintrules", objects.DeviceTaintRule, "uid", store.taint_rules, store.put_taint_rule,
          store.remove_taint_rule),
@@ -213,6 +218,7 @@ class ClusterProducer:
             tasks = [
                 *(reflector.run() for reflector in self._reflectors.values()),
                 self._owners.run(),
+                self._expire(),
                 self._sender.start(),
             ]
             if self._policies is not None:
@@ -272,7 +278,6 @@ class ClusterProducer:
         self._store.mark_all_changed()
         limiter = RateLimiter()
         while True:
-            self._store.expire(_now_ms())
             now_s = time.monotonic()
             due = limiter.due(self._store.changed_nodes(), self._store.pods_awaiting_owners, now_s)
             for node in due.nodes[:BATCH_NODES]:
@@ -288,6 +293,12 @@ class ClusterProducer:
                 await asyncio.sleep(0)
             else:
                 await self._sleep(CHECK_S if due.next_s is None else min(CHECK_S, due.next_s - now_s))
+
+    async def _expire(self) -> None:
+        """Forget what ended long ago, also while another replica leads, until it is cancelled."""
+        while True:
+            self._store.expire(_now_ms())
+            await asyncio.sleep(CHECK_S)
 
     def _set_chain(self, owner_uid: str, chain: Chain) -> None:
         self._store.set_chain(owner_uid, chain)

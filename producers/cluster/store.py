@@ -214,6 +214,7 @@ class Store:
             node for node, removed_ms in self._removed_nodes_ms.items() if removed_ms + pods.KEPT_MS <= now_ms
         ]:
             del self._removed_nodes_ms[node]
+            self._changed_nodes.pop(node, None)
         self._forget_namespaces()
 
     def _forget_namespaces(self) -> None:

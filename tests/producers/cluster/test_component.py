@@ -384,6 +384,28 @@ async def test_a_standby_is_ready_and_silent_and_takes_over_with_a_higher_epoch(
         assert standby.records()[0]["epoch"] > leader.records()[-1]["epoch"]
 
 
+async def test_a_standby_forgets_the_pods_that_ended_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 100)
+    monkeypatch.setattr(module, "CHECK_S", 0.02)
+    server = cluster_of("n1")
+    server.objects[PODS] = {name: pod_json(name) for name in ("a", "b")}
+    server.objects[LEASES]["gpustream-cluster"] = {
+        "metadata": {"name": "gpustream-cluster", "namespace": "gpus", "uid": "lease-1"},
+        "spec": {"holderIdentity": "leader", "leaseDurationSeconds": 600},
+    }
+    async with server, running(server, tmp_path, lease="gpus/gpustream-cluster", identity="standby") as standby:
+        await standby.until(lambda: standby.value(own.OBJECTS, resource="pods") == 2)
+        server.delete(PODS, "a")
+        await standby.until(lambda: standby.value(own.EVENTS, resource="pods", type="DELETED"))
+
+        def known_pods() -> float:
+            server.put(PODS, pod_json("b"))
+            return standby.value(own.OBJECTS, resource="pods")
+
+        await standby.until(lambda: known_pods() == 1)
+        assert (standby.value(own.LEADING), standby.sender.events) == (0, [])
+
+
 async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,10 @@ from delivery.kubernetes.client import Answer, Client, Unreachable
 from delivery.policies import DEFAULT_BOUNDS
 from producers.cluster import instruments as own
 from producers.cluster import policy_events
+from producers.cluster.component import listeners
 from producers.cluster.pods import KnownPod, Pods
 from producers.cluster.policy_events import KEPT_S, PolicyEvents
+from tests.producers.cluster.kubernetes_objects import named, raw, state
 
 MISSPELT = {"gpustream.dev/idel-after": "2h"}
 
@@ -101,6 +103,18 @@ async def test_an_error_of_a_namespace_gets_an_event_on_each_of_its_running_gpu_
     await lead(replica)
     assert {event["involvedObject"]["name"] for event in bench.api.events.values()} == {"a", "b"}
     assert all(event["message"].startswith("namespace ml: the annotation") for event in bench.api.events.values())
+
+
+async def test_an_error_of_a_namespace_is_forgotten_with_the_namespace() -> None:
+    bench = Bench()
+    replica = bench.replica()
+    by_resource = listeners(state(), Instruments(own.INSTRUMENTS), lambda: None, lambda: 0, replica)
+    namespace = named("ml", annotations={"gpustream.dev/reclaim": "everything"})
+    by_resource["namespaces"].put(raw(namespace))
+    by_resource["namespaces"].remove(raw(namespace))
+    bench.pod("a")  # as of a namespace that is made again without the annotation
+    await lead(replica)
+    assert bench.api.events == {}
 
 
 async def test_an_error_that_is_corrected_in_time_gets_no_event_and_a_new_one_does() -> None:
