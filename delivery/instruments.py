@@ -46,6 +46,10 @@ class Instruments:
         """The gauge of that name, at those label values."""
         return self._gauges[name].labels(*labels) if labels else self._gauges[name]
 
+    def remove_gauge(self, name: str, *labels: str) -> None:
+        """Show the gauge of that name at those label values no longer. Its next use begins it again."""
+        self._gauges[name].remove(*labels)
+
     def histogram(self, name: str, *labels: str) -> Histogram:
         """The histogram of that name, at those label values."""
         return self._histograms[name].labels(*labels) if labels else self._histograms[name]

@@ -248,9 +248,11 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             await self._write_groups(number, remaining)
             if epoch == self.app.reader.ledger.epoch:
                 for key, group in remaining.items():
-                    group_by_key.pop(key, None)
                     if group is not None:
                         group_by_key[key] = group
+                    else:
+                        group_by_key.pop(key, None)
+                        self._group_offsets.pop((number, key), None)
 
     def _count_and_log(self, alert: Alert, record: str) -> None:
         """Count and log a record of gpu.alerts that was acknowledged."""
@@ -362,7 +364,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         gauge("gpustream_alerts_pending").set(len(tracked) - firing.total())
         policies = Counter((namespace, name) for node in nodes for namespace, _, name in node.policies)
         for namespace, name in self._policies - policies.keys():
-            gauge("gpustream_alerts_policies", namespace, name).set(0)
+            self._instruments.remove_gauge("gpustream_alerts_policies", namespace, name)
         for (namespace, name), count in policies.items():
             gauge("gpustream_alerts_policies", namespace, name).set(count)
         self._policies = set(policies)

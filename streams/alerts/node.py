@@ -19,7 +19,7 @@ import msgspec
 from delivery import replays
 from delivery.ledger import Slot
 from streams.alerts import groups, machine
-from streams.alerts.machine import LogPosition
+from streams.alerts.machine import FORGET_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, Order, is_saved, last_tick, order
 from streams.alerts.reports import Step, Write
 from streams.alerts.rules.rule import Rules
@@ -206,11 +206,13 @@ class PartitionNodes(PartitionState):
 
     def note_removal(self, key: bytes, value: bytes | None, logged_ms: int) -> None:
         """Note from a gpu.workloads record whether the cluster still has a node. A record that can't be decoded is
-        ignored: attribution dead-letters it."""
+        ignored: attribution dead-letters it. A node without a tick for so long has left anyway."""
         self._removed_ms.pop(key, None)
         with contextlib.suppress(*UNDECODABLE):
             if value and msgspec.json.decode(value, type=_Removal).removed:
                 self._removed_ms[key] = logged_ms
+        while self._removed_ms and (oldest := next(iter(self._removed_ms.items())))[1] <= logged_ms - FORGET_MS:
+            del self._removed_ms[oldest[0]]
 
     def judge_quiet(self) -> list[Node]:
         """Mark the active nodes without a tick for ``QUIET_S`` as quiet, and return them.

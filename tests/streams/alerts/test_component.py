@@ -11,16 +11,18 @@ from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
-from streams.alerts.node import NO_SAMPLES_S
+from streams.alerts.node import NO_SAMPLES_S, PartitionNodes
 from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from streams.stage import ATTRIBUTED
+from tests.growth import kept
 from tests.streams.alerts.fakes import Broker, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, holder, overlay, tick
 from tests.streams.fakes import Record
 from topics.alerts import MAX_TIME_MS, AlertGroup, time
+from topics.attributed import Workload
 from topics.workloads import NodeWorkloads
 
 KEY = b"c/n"
@@ -834,3 +836,26 @@ async def test_the_policies_of_pods_are_counted_as_of_the_last_tick_of_their_nod
     await next_read(worker, range(1, 2), device(0, annotated))
     assert worker.total("policies", "ml", "gpustream.dev/idle-after") == 1
     assert worker.total("policies", "ml", "gpustream.dev/alerts") == 0
+    worker.stage.observe()
+    gone = {"k8s_namespace_name": "ml", "policy": "gpustream.dev/alerts"}
+    assert worker.instruments.registry.get_sample_value("gpustream_alerts_policies", gone) is None
+
+
+async def test_nothing_is_kept_of_workloads_that_have_ended() -> None:
+    worker, sizes = await working(Broker(), DEFAULTS), list[int]()
+    for job in range(40):
+        owner = Workload("Job", f"job-{job}")
+        worker.broker.log(tick(5 * job, device(0, holder(f"pod-{job}", workload=owner), busy=0.9)))
+        for topic in (ATTRIBUTED, MEMBERS, GROUPS, STATE):
+            await worker.read(topic)
+        await worker.wait(5)
+        sizes.append(kept(worker.stage, without=[worker]))
+    assert max(sizes[30:]) <= max(sizes[10:20])
+
+
+def test_that_a_node_was_removed_is_forgotten_after_a_day() -> None:
+    partition, sizes = PartitionNodes(0), list[int]()
+    for hour in range(96):
+        partition.note_removal(b"c/node-%d" % hour, b'{"removed": true}', START_MS + hour * 3_600_000)
+        sizes.append(kept(partition))
+    assert max(sizes[48:]) <= max(sizes[:48])
