@@ -137,7 +137,9 @@ class RemoteWritePartition:
             self._close(key)
         self._queue.pump()
         # a node with an open window, or with records that wait or are in flight, is not silent
-        unfinished = [*self._open, *(key for key, lane in self._lanes.items() if lane.busy or lane.waiting)]
+        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.busy or lane.waiting}
+        unfinished = dict.fromkeys((*self._open, *self._lanes))
+        self._newest = {key: tick for key, tick in self._newest.items() if key in unfinished}
         parts = [(key or b"").decode(errors="replace").partition("/") for key in unfinished]
         silences = self._series.silences(now_s, after_s, {(cluster, node) for cluster, _, node in parts})
         for start in range(0, len(silences), _SILENT_NODES):

@@ -133,8 +133,7 @@ class ScrapePartition:
         """The series to show now."""
         if self._abandon is not None and self._abandon.is_set():
             return
-        oldest_s = self._shared.now_s() - self._shared.stale_after_s
-        self._nodes = {key: node for key, node in self._nodes.items() if node.came_s > oldest_s}
+        self._forget_silent_nodes()
         for node in self._nodes.values():
             yield from node.groups.values()
 
@@ -181,10 +180,15 @@ class ScrapePartition:
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Remember the event that says whether the partition has been revoked, and that it is read to its end."""
         self._abandon, self._at_end_s = abandon, self._shared.now_s()
+        self._forget_silent_nodes()  # nobody may scrape
 
     def reset(self) -> None:
         """Forget everything: the topic was recreated."""
         self._nodes.clear()
+
+    def _forget_silent_nodes(self) -> None:
+        oldest_s = self._shared.now_s() - self._shared.stale_after_s
+        self._nodes = {key: node for key, node in self._nodes.items() if node.came_s > oldest_s}
 
     def _apply(self, sample: SeriesTick, logged_ms: int) -> Outcome:
         """Show a tick in place of the node's last one, or put it into the node's window and show what that closes.

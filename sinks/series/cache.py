@@ -16,7 +16,7 @@ from sinks.series.relabel import Withheld
 from topics.metric import Labels
 from topics.profiles import Profile
 
-_SPARE = 64
+_SPARE = 8
 
 
 @dataclass(slots=True, eq=False)

@@ -52,6 +52,7 @@ _ANY_BYTE = re.compile(r"(?<!\\)(?:\\\\)*\\C")
 
 _EXPRESSION_BYTES = 256 << 20
 _REMEMBERED = 8192
+_SHARED_ROWS = 256
 
 
 Groups = tuple[str, ...]
@@ -335,7 +336,7 @@ class Relabelling:
             name = labels.pop(METRIC_NAME)
             own = tuple([pair for pair in labels.items() if pair not in shared])
             new_rows.append(series.rows[number]._replace(name=name, labels=own))
-        if len(self._unique_rows) > _REMEMBERED:
+        if len(self._unique_rows) > _SHARED_ROWS:
             self._unique_rows.clear()
         rows = self._unique_rows.setdefault(tuple(new_rows), tuple(new_rows))
         kept = tuple(labels_by_row) if withheld else None

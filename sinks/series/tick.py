@@ -88,6 +88,7 @@ class SeriesTick(AttributedTick, frozen=True, kw_only=True):
 
 _ABSENT = Raw(b"")
 _NODES = 20_000
+_TURNS = 100
 
 
 class _RawHolder(msgspec.Struct, frozen=True, gc=False):
@@ -158,23 +159,29 @@ _decode_raw = msgspec.json.Decoder(_RawTick).decode
 
 
 class TickDecoder:
-    """Decodes ticks, and keeps the last one of each node to decode only what has changed."""
+    """Decodes ticks, and keeps the last one of each node to decode only what has changed.
+
+    A node of which none came while the others had a hundred each is forgotten.
+    """
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[str, str], _LastTick] = {}
+        self._nodes: dict[tuple[str, str], tuple[_LastTick, int]] = {}  # and which one it was of all ticks
+        self._ticks = 0
 
     def decode(self, value: bytes) -> SeriesTick:
         """Decode a tick. Raises what msgspec raises if it is malformed or has a null where the type allows none."""
         tick = _decode_raw(value)
         node, devices = (tick.cluster, tick.node), tick.devices
-        last = self._nodes.pop(node, _NO_TICK)
+        last, _ = self._nodes.pop(node, (_NO_TICK, 0))
         device_fields = list(map(_device_fields, devices))
         holder_fields = [list(map(_holder_fields, device.holders)) for device in devices]
         if last.device_fields != device_fields or last.holder_fields != holder_fields:
             last = _decode_changed(devices, device_fields, holder_fields, last)
-        self._nodes[node] = last
-        if len(self._nodes) > _NODES:
-            del self._nodes[next(iter(self._nodes))]
+        self._ticks += 1
+        self._nodes[node] = last, self._ticks
+        oldest, (_, number) = next(iter(self._nodes.items()))
+        if len(self._nodes) > _NODES or self._ticks - number > _TURNS * len(self._nodes):
+            del self._nodes[oldest]
         return SeriesTick(
             schema=tick.schema,
             cluster=tick.cluster,

@@ -26,6 +26,7 @@ from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
+from tests.growth import kept
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, FakeSender, encoded, record
 from tests.sinks.remote_write.receivers import KINDS, STALE_BITS, Kind, Receiver, of_every_kind
@@ -606,3 +607,19 @@ def test_whatever_the_batches_and_the_restart_the_receiver_has_the_same(
         assert setup.receiver.stored == uninterrupted.receiver.stored
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("resolution", [None, Resolution(15_000)])
+async def test_nothing_is_kept_of_nodes_that_are_gone(
+    resolution: Resolution | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sinks.remote_write.nodes._FORGET_AFTER_S", -1.0)
+    setup, sizes = Setup(resolution=resolution), list[int]()
+    for seq in range(1, 21):
+        await setup.deliver_some(record(sample(seq, node=f"n{seq}")))
+        for _ in range(2):  # the first one closes the node's window
+            await setup.handler.quiet(setup.abandon)
+            await setup.deliver_some()
+        sizes.append(kept(setup.handler, without=[setup, setup.receiver, setup.outcomes]))
+    assert setup.ends() == {"delivered": 20}
+    assert max(sizes[10:]) <= max(sizes[5:10])

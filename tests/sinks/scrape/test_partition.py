@@ -9,6 +9,7 @@ import pytest
 from delivery.dead_letters import Abandoned, Record
 from sinks.scrape.sink import VALUES
 from sinks.series.windows import Resolution
+from tests.growth import kept
 from tests.sinks.records import ConsumedRecord
 from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeLetters
@@ -328,3 +329,13 @@ async def test_many_records_are_committed_in_steps() -> None:
     bench = Bench()
 
     assert await bench.deliver(*(_tick(n, _device("a", 0.1)) for n in range(120))) == [50, 100, 120]
+
+
+async def test_nothing_is_kept_of_silent_nodes_that_nobody_scrapes() -> None:
+    bench, sizes = Bench(), list[int]()
+    for number in range(20):
+        bench.now_s = bench.wall_s = 100.0 * number
+        await bench.deliver(_tick(100 * number, _device("a", 0.1, f"bert-{number}"), node=f"n-{number}"))
+        await bench.handler.quiet(bench.abandon)
+        sizes.append(kept(bench.handler, without=[bench, bench.outcomes]))
+    assert max(sizes[10:]) <= max(sizes[5:10])

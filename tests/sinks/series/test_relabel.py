@@ -10,6 +10,7 @@ from sinks.series.model import Row, Rows, SeriesSet
 from sinks.series.relabel import Relabelling, Withheld, relabelled
 from sinks.series.relabel_file import BadRules, load, read
 from sinks.series.relabel_presets import PRESETS
+from tests.growth import kept
 from tests.real.test_relabel import labels, question_of
 from topics.metric import Labels
 
@@ -103,3 +104,12 @@ def test_a_set_is_relabelled_as_each_of_its_series_would_be() -> None:
         assert result.kept is None or len(result.kept) == len(expected)
         tried["at once" if relabelling._relabel_set(series, {}) else "one by one"] += 1
     assert min(tried.values()) > 100
+
+
+def test_few_rows_are_kept_if_they_differ_from_pod_to_pod() -> None:
+    rule = "- {source_labels: [__name__, pod], regex: util;(.*), target_label: worker}"
+    rules, sizes = Relabelling([load(rule, "rules.yml")]), list[int]()
+    for number in range(1000):
+        rules.relabel(SeriesSet((("gpu", "0"), ("pod", f"bert-{number}")), ROWS))
+        sizes.append(kept(rules._unique_rows))
+    assert max(sizes[500:]) <= max(sizes[:500])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.series.tick import TickDecoder, decode
+from tests.growth import kept
 
 MIG = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "gpu_instance": 7, "profile": "1g.10gb"}
 PARTS = {"utilization_ratio": 0.5, "memory_used_bytes": 10}
@@ -77,3 +78,18 @@ def test_what_is_no_such_record_is_none_though_its_node_is_known(changes: dict[s
 @pytest.mark.parametrize("null", ["info", "xids", "holders", "metrics", "events", "vendor"])
 def test_null_means_absent(null: str) -> None:
     assert decode(record({null: None})) == decode(record({}))
+
+
+def test_a_node_that_sends_nothing_more_is_forgotten() -> None:
+    decoder, sizes = TickDecoder(), list[int]()
+
+    def read(node: str) -> None:
+        decoder.decode(record({"uuid": "GPU-a"}).replace(b'"n"', f'"{node}"'.encode()))
+
+    for gone in range(20):
+        read(f"gone-{gone}")
+        for _ in range(200):
+            read("n1")
+            read("n2")
+        sizes.append(kept(decoder))
+    assert max(sizes[10:]) <= max(sizes[5:10])

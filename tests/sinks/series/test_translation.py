@@ -14,6 +14,7 @@ from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, device_identity, no
 from sinks.series.model import Row, SeriesSet
 from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts, SeriesTick
 from sinks.series.translation import Translator
+from tests.growth import kept
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
 from tests.sinks.series.test_tick import DEVICES
@@ -337,3 +338,19 @@ def test_only_the_parts_that_are_known_are_written(ticks: Any) -> None:
         holders = [{**BERT, "parts": of_bert}, {**OTHER, "parts": of_other}]
         tick = sample(seq, {"uuid": "GPU-a", "holders": holders, "unattributed": rest_share})
         assert written_rows(translator, tick, cache) == written_rows(Translator([PROFILES["otel"]]), tick, Cache())
+
+
+def test_little_is_kept_of_pods_that_are_gone() -> None:
+    translator, cache = Translator([PROFILES["otel"]]), Cache()
+
+    def tick(seq: int) -> SeriesTick:
+        pods = [{**BERT, "pod": f"bert-{seq}-{gpu}", "pod_uid": f"uid-{seq}-{gpu}"} for gpu in range(8)]
+        return sample(
+            seq, *({"uuid": f"GPU-{n}", "metrics": {"power_watts": 1}, "holders": [pods[n]]} for n in range(8))
+        )
+
+    sizes = []
+    for seq in range(1, 22):
+        translator.translate(tick(seq), cache)
+        sizes.append(kept(cache))
+    assert max(sizes) < 2 * sizes[0]
