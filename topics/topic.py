@@ -4,6 +4,7 @@ Source: the Kafka topic configuration reference for the names in :meth:`Topic.se
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, TypeVar
@@ -98,6 +99,12 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
 def node_key(cluster: str, node: str) -> bytes:
     """The key of every record that is about a node: ``cluster/node`` in UTF-8."""
     return f"{cluster}/{node}".encode()
+
+
+@lru_cache(maxsize=8192)
+def shared(text: str) -> str:
+    """One object for equal texts that many records have. In Python 3.12, ``sys.intern`` keeps each text for ever."""
+    return text
 
 
 def load_topics() -> dict[str, Topic]:

@@ -16,7 +16,6 @@ that rises all the time takes at most 14 numbers:
 from collections.abc import Sequence
 from itertools import product, repeat
 from operator import attrgetter
-from sys import intern
 
 import msgspec
 
@@ -25,7 +24,7 @@ from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import UseNeeds, Uses, update_uses
 from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder, HoldingPod, by_pod
-from topics.topic import decoder
+from topics.topic import decoder, shared
 
 WINDOW_MS = 60_000
 BUCKET_MS = 5_000
@@ -189,7 +188,7 @@ def _update_pods(previous: tuple[PodMemory, ...], device: Device, tick: Tick) ->
         if remembered is None or not _is_same_holding(remembered, holder, tick.ts_ms):
             owner = holder.workload
             kind, name = (_interned(owner.kind), owner.name) if owner is not None else (None, None)
-            namespace, since_ms = intern(holder.namespace), tick.ts_ms
+            namespace, since_ms = shared(holder.namespace), tick.ts_ms
             if remembered is not None and remembered.observed == holder.observed:  # only its workload has changed
                 since_ms = min(since_ms, remembered.since_ms)
             remembered = PodMemory(namespace, holder.pod, since_ms, holder.pod_uid, kind, name, holder.observed)
@@ -213,7 +212,7 @@ def _is_same_holding(pod: PodMemory, holder: Holder, ts_ms: int) -> bool:
 
 def _interned(text: str | None) -> str | None:
     """One object for equal texts: many devices and pods share them."""
-    return None if text is None else intern(text)
+    return None if text is None else shared(text)
 
 
 # -- errors within a minute

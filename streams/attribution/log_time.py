@@ -27,7 +27,6 @@ Pure. Times called ``_s`` are seconds of the reader's monotonic clock. ``ts_ms``
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from sys import intern
 from typing import NamedTuple
 
 import msgspec
@@ -35,6 +34,7 @@ import msgspec
 from streams.attribution.holders import is_static_pod
 from streams.attribution.workloads import AsOf, DraKey, KnownWorkloads, PodName, ValidUntil
 from topics.allocations import Allocations, Claim
+from topics.topic import shared
 from topics.workloads import Pod, UnwellDevice
 
 HORIZON_MS = 2_000  # records count that are logged this long before a tick; or after it, if the tick lacks its pod
@@ -155,7 +155,7 @@ def index_snapshot(snapshot: Allocations, previous: IndexedSnapshot | None) -> I
     """A snapshot after the previous one; None: it is the first that is known. Equal strings become one object."""
     containers = [
         _replace(
-            c, namespace=intern(c.namespace), container=intern(c.container), resource=c.resource and intern(c.resource)
+            c, namespace=shared(c.namespace), container=shared(c.container), resource=c.resource and shared(c.resource)
         )
         for c in snapshot.containers
     ]

@@ -13,13 +13,13 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from sys import intern
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from topics.allocations import Claim
 from topics.samples import TOPIC as SAMPLES
+from topics.topic import shared
 from topics.workloads import TOPIC as WORKLOADS
 from topics.workloads import NodeWorkloads, Owner, Pod, UnwellDevice
 
@@ -281,12 +281,12 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
         if last is None:  # a fleet has few namespaces, kinds and labels: pods share equal ones
             pod = _replace(
                 pod,
-                namespace=intern(pod.namespace),
-                phase=intern(pod.phase) if pod.phase else pod.phase,
-                labels={name: intern(text) for name, text in pod.labels.items()},
+                namespace=shared(pod.namespace),
+                phase=shared(pod.phase) if pod.phase else pod.phase,
+                labels={name: shared(text) for name, text in pod.labels.items()},
                 annotations=_shared_labels(*pod.annotations.items()),
                 namespace_labels=_shared_labels(*pod.namespace_labels.items()),
-                owners=tuple([Owner(intern(o.api_version), intern(o.kind), o.name) for o in pod.owners]),
+                owners=tuple([Owner(shared(o.api_version), shared(o.kind), o.name) for o in pod.owners]),
             )
         versions = _add_version(last.versions if last else (), record.ts_ms, pod, same=_same_for_holders)
         started_ms = last.started_ms if last and pod.started_ms is None else pod.started_ms

@@ -1,5 +1,7 @@
 """The history of a node's pods, as of the time of a sample."""
 
+import sys
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -469,3 +471,11 @@ def test_what_pods_of_two_nodes_share_is_in_memory_once() -> None:
     assert first_pod.namespace is other.namespace
     assert first_pod.namespace_labels is other.namespace_labels
     assert first_pod.owners[0].kind is other.owners[0].kind
+
+
+def test_the_interpreter_does_not_keep_the_texts_of_a_pod() -> None:
+    def text() -> str:
+        return "-".join(["job", "4711"])
+
+    history = history_of(workloads(1, pod("p", labels={"job-name": text()})))
+    assert labels_at(history, 1)["job-name"] is not sys.intern(text())
