@@ -231,6 +231,16 @@ def test_a_pod_without_a_uid_is_distinguished_by_its_name() -> None:
     assert (finding.pod_uid, finding.key) == ("", "ml/bert-0")
 
 
+@pytest.mark.parametrize("uid", ["uid-bert-0", None])
+def test_an_alert_goes_on_while_it_is_not_known_who_holds_the_device_and_ends_with_its_pod(uid: str | None) -> None:
+    replay = Replay(DEFAULTS, grouped=False)
+    held, free = device(0, holder(pod_uid=uid), busy=0.0), device(0, busy=0.0)
+    ticks = [tick(s, held) for s in range(0, 4000, 10)]
+    ticks += [tick(s, free, attribution="none") for s in range(4000, 6000, 10)]
+    alerts = [alert for moment in [*ticks, tick(6000, free)] for alert in replay.judge(moment)]
+    assert [(alert.state, alert.resolved_because) for alert in alerts] == [("firing", None), ("resolved", "pod_ended")]
+
+
 def test_the_grace_begins_when_the_pod_gets_the_device() -> None:
     held_by_a, other = device(0, holder("a"), busy=0.0), device(0, holder("b"), busy=0.0)
     assert in_the_end(tick(0, held_by_a), tick(GRACE_S - 1, held_by_a)) is None

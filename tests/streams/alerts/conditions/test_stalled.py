@@ -111,6 +111,15 @@ def test_work_in_between_ends_what_is_pending_and_after_five_minutes_what_fires(
     assert [(alert.state, alert.resolved_because) for alert in over] == [("firing", None), ("resolved", "condition")]
 
 
+@pytest.mark.parametrize("uid", ["uid-bert-0", None])
+def test_it_fires_on_while_it_is_not_known_who_holds_the_gpu(uid: str | None) -> None:
+    replay = Replay(ON, grouped=False)
+    ticks = [tick(s, device(0, holder(pod_uid=uid), **HUNG)) for s in range(0, 700, 10)]
+    ticks += [tick(s, device(0, **HUNG), attribution="none") for s in range(700, 2000, 10)]
+    alerts = [alert for moment in ticks for alert in replay.judge(moment)]
+    assert [alert.state for alert in alerts if alert.name == "GPUStalled"] == ["firing"]
+
+
 def test_the_alert_of_a_gpu_names_its_evidence() -> None:
     replay = Replay(ON, grouped=False)
     alerts = [alert for s in range(0, 605, 5) for alert in replay.judge(tick(s, hung()))]
