@@ -253,6 +253,12 @@ def test_without_evidence_of_a_new_pod_it_is_the_old_one() -> None:
     assert run(state, pending(tick(4, 3, ts_ms=31_000), watermark_ms=8_000))[1] != []
 
 
+def test_a_pod_that_a_record_lacks_may_still_be_the_one_whose_name_comes_back() -> None:
+    lacks_it = logged(workloads(2, ts_ms=20_500), 5_000)
+    _, joined_ticks = run(join.NEW, *renewed(OLD), lacks_it, pending(tick(1, 3, ts_ms=21_000), watermark_ms=12_000))
+    assert (uids(joined_ticks), unknown(joined_ticks)) == (["old"], [False])
+
+
 def test_a_name_that_comes_back_after_its_pods_end_is_no_pod_that_is_over_however_late_the_new_ones_record_is() -> None:
     ended_workloads = workloads(1, pod("p", uid="old", started=1_000, ended=19_000), pod("q"))
     ticks = [
