@@ -147,6 +147,7 @@ def test_the_use_of_the_pods_own_processes_is_work() -> None:
         ((0.009, None), None, 0.4, {"a": None, "b": None}),
         ((0.0, 0.5), 0.0, 0.9, {"a": True, "b": False}),
         ((0.0, 0.5), None, 0.9, {"a": None, "b": False}),
+        ((0.5, 0.0), 0.0, 0.5, {"a": False, "b": True}),
     ],
     ids=[
         "one works",
@@ -165,6 +166,7 @@ def test_the_use_of_the_pods_own_processes_is_work() -> None:
         "all but one are known",
         "nothing is nobody's, whatever else the device measures",
         "nobody's is what the device does more",
+        "the first one works",
     ],
 )
 def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
