@@ -7,6 +7,7 @@ import pytest
 from streams.attribution import join
 from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead, Forget, NodeState, PendingTick, WatermarkRaised, needs_end
+from streams.attribution.log_time import Watermark
 from tests.streams.attribution import records
 from tests.streams.attribution.reading import GRACE_S, run
 from tests.streams.attribution.records import container, gpu, logged, pod, process, snapshot, tick, workloads
@@ -243,6 +244,24 @@ def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() 
     assert (joined_ticks, state.needed_ms) == ([], 12_000)
 
     assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
+
+
+def test_a_name_is_known_to_be_missing_whatever_snapshots_come_until_it_is_back() -> None:
+    away, other = snapshot(2, ts_ms=20_000), snapshot(3, container("q", gpu(1)), ts_ms=20_500)
+    back = snapshot(4, container("p", gpu(0)), ts_ms=21_000)
+    records = logged(workloads(1, OLD), 0), SNAPSHOT, away, other, back
+    state, joined_ticks = run(join.NEW, *records, pending(tick(1, 4, ts_ms=21_000), watermark_ms=8_000))
+    assert (joined_ticks, state.needed_ms) == ([], 12_000)
+
+
+def test_the_watermark_is_below_the_last_record_and_never_falls() -> None:
+    watermark = Watermark()
+    watermark.workloads_read(0, 10_000)
+    assert watermark.ms == 9_999  # another record may be of the same millisecond
+    watermark.sample_read(0, 5_000, 0.0)
+    watermark.add_ends(1.0, 1, 1)
+    watermark.read_to(1)
+    assert watermark.ms == 9_999
 
 
 def test_without_evidence_of_a_new_pod_it_is_the_old_one() -> None:
