@@ -246,11 +246,13 @@ def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() 
     assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
-def test_a_name_is_known_to_be_missing_whatever_snapshots_come_until_it_is_back() -> None:
+@pytest.mark.parametrize("run_id", [1, 2], ids=["the same run", "the next run of the producer"])
+def test_a_name_is_known_to_be_missing_whatever_snapshots_come_until_it_is_back(run_id: int) -> None:
     away, other = snapshot(2, ts_ms=20_000), snapshot(3, container("q", gpu(1)), ts_ms=20_500)
-    back = snapshot(4, container("p", gpu(0)), ts_ms=21_000)
+    back = snapshot(4, container("p", gpu(0)), ts_ms=21_000, run_id=run_id)
     records = logged(workloads(1, OLD), 0), SNAPSHOT, away, other, back
-    state, joined_ticks = run(join.NEW, *records, pending(tick(1, 4, ts_ms=21_000), watermark_ms=8_000))
+    last = pending(tick(1, 4, ts_ms=21_000, run_id=run_id), watermark_ms=8_000)
+    state, joined_ticks = run(join.NEW, *records, last)
     assert (joined_ticks, state.needed_ms) == ([], 12_000)
 
 
