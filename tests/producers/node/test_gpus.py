@@ -180,16 +180,17 @@ async def test_a_hanging_call_is_counted_when_it_returns_and_its_answer_is_not_o
 
 async def let_hang(bench: Bench, uuid: str) -> None:
     """Let every call to a GPU hang, until all the threads that it may have wait. On a busy machine some reads end
-    before they leave a call to its thread."""
+    before they leave a call to its thread, and a thread may not have made its call yet."""
 
-    def left_calls() -> list[str]:
-        return [reason for reason in bench.gpus.not_ready() if f"({uuid}): nvmlDevice" in reason]
+    def reasons_with(*parts: str) -> list[str]:
+        return [reason for reason in bench.gpus.not_ready() if all(part in reason for part in parts)]
 
     bench.nvml.hang(uuid, "*")
     async with asyncio.timeout(LIMIT_S):
-        while len(left_calls()) < reader.MAX_ABANDONED:
+        while len(reasons_with(f"({uuid}): nvmlDevice")) < reader.MAX_ABANDONED:
             await bench.read(0.05)
             bench.clock.now_s += 40
+    await eventually(lambda: reasons_with(f"({uuid}) has not answered", "(nvmlDevice"))
 
 
 async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
