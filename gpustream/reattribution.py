@@ -120,7 +120,8 @@ async def reattribute(connection: Connection, into: str, time_range: Range) -> R
             raise BrokerError(
                 f"{into}{attributed.TOPIC.name} has {target_partitions} partitions, and {samples.TOPIC.name} has"
                 f" {source_partitions}: a tick goes into the partition that its sample came from."
-                f" Run `gpustream topics create --topic-prefix {into} --partitions {source_partitions}`"
+                " Give --into a new prefix, or make its empty topics again: `gpustream topics create"
+                f" --topic-prefix {into} --partitions {source_partitions} --recreate-empty`"
             )
         if any(start < end for start, end in (await target_reader.spans(samples.TOPIC.name)).values()):
             raise BrokerError(

@@ -35,7 +35,7 @@ COMMON: tuple[Instrument, ...] = (
     Instrument(
         "records_duplicate_total",
         "counter",
-        "Records that say nothing new: replays, alerts that are deleted, usage that is not final.",
+        "Records that say nothing new: replays, deleted alerts and, but for Parquet, usage that is not final.",
     ),
     Instrument(
         "records_dropped_total",
