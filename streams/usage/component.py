@@ -80,17 +80,20 @@ class UsageStream(Stream[UsageSettings]):
 
 
 class NodeBooks:
-    """A node of a partition. ``durable`` are its books as the broker has them. ``fresh``: no tick was read since then.
+    """A node of a partition. ``durable`` are the latest books that the broker has. ``fresh``: no tick was read since.
 
     ``kept`` are the slots of the ticks that are not in the durable books; the first was read at ``kept_s`` of the
     monotonic clock. ``due`` are the records to write. ``sent`` are the books that were sent and not read back yet.
     ``writing``: a write is running. ``stale``: the last books in the topic are another worker's.
     """
 
-    __slots__ = ("due", "durable", "fresh", "keeper", "kept", "kept_s", "key", "sent", "stale", "writing")
+    __slots__ = (
+        "_durable_order", "due", "durable", "fresh", "keeper", "kept", "kept_s", "key", "sent", "stale", "writing"
+    )  # fmt: skip
 
     def __init__(self, key: bytes, books: Books, policy: Accounting, durable: bytes | None = None) -> None:
         self.key, self.durable, self.keeper = key, durable, Bookkeeper(books, policy)
+        self._durable_order = () if durable is None else self.order
         self.fresh, self.writing, self.stale = True, False, False
         self.kept: deque[Slot] = deque()
         self.kept_s = 0.0
@@ -101,6 +104,11 @@ class NodeBooks:
     def order(self) -> tuple[int, ...]:
         """The order of its books."""
         return _order(self.keeper.books)
+
+    def stored(self, value: bytes, order: tuple[int, ...]) -> None:
+        """Note books that the broker has, of this worker or another one: the latest count."""
+        if order >= self._durable_order:
+            self.durable, self._durable_order = value, order
 
 
 def _order(books: Books) -> tuple[int, ...]:
@@ -160,6 +168,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 partition.caught_up.attributed(books.offset)
             else:
                 node.stale = True
+                node.stored(record.value, _order(books))
         self.app.finish(slot)
 
     def close_silent(self, partition: PartitionBooks) -> None:
@@ -212,7 +221,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         meanwhile, stop: what was not acknowledged is read again."""
         while self.app.reader.ledger.epoch == epoch:
             records, node.due, node.stale = node.due, [], False
-            value, slots = encode(node.keeper.books), tuple(node.kept)
+            value, order, slots = encode(node.keeper.books), node.order, tuple(node.kept)
             node.kept.clear()
             by_kind: dict[str, list[tuple[str, bytes, bytes | None]]] = {"minute": [], "hour": []}
             for usage in records:
@@ -225,7 +234,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             await self._send(number, "state", [(STATE.name, node.key, value)])
             if self.app.reader.ledger.epoch != epoch:
                 return
-            node.durable = value
+            node.stored(value, order)
             for slot in slots:
                 self.app.finish(slot)
             if not node.due and not node.stale:

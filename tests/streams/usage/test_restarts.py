@@ -256,6 +256,31 @@ def test_books_that_another_worker_wrote_late_are_overwritten() -> None:
     assert last_one == own_books
 
 
+def test_a_worker_that_read_its_successors_books_before_it_lost_the_partition_goes_on_from_those() -> None:
+    def ticks(broker: Broker, start_s: int, end_s: int) -> None:
+        for at_s in range(start_s, end_s, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
+
+    async def lived() -> Broker:
+        broker = Broker()
+        ticks(broker, 0, 70)
+        stopped, successor = UsageOf(broker), UsageOf(broker)
+        await stopped.start()
+        await stopped.live()
+        ticks(broker, 70, 200)
+        await successor.start()
+        await successor.live()
+        successor.commit()
+        await stopped.read(STATE.name)
+        ticks(broker, 200, 300)
+        await stopped.start()
+        await stopped.live()
+        return broker
+
+    broker = run(lived())
+    assert counted(broker, MINUTES.name) == counted(run(undisturbed(copied(broker))), MINUTES.name)
+
+
 def test_a_record_that_is_no_tick_is_a_dead_letter_and_the_rest_is_booked() -> None:
     async def lived() -> tuple[int, float, float]:
         broker = Broker()
