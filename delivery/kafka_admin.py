@@ -52,11 +52,8 @@ _SET_OPERATION = 0
 _STRING = String("utf-8")
 _COMPACT_STRING = CompactString("utf-8")
 _UNAUTHORIZED = 29
-_MAY_BE_MISSING = (
-    0,
-    UnknownTopicOrPartitionError.errno,
-    LeaderNotAvailableError.errno,
-)  # a new topic has no leader yet
+_NO_ERROR = 0
+_MAY_BE_MISSING = (_NO_ERROR, UnknownTopicOrPartitionError.errno, LeaderNotAvailableError.errno)  # a new one has none
 _RIGHTS_UNKNOWN = -(2**31)
 
 _ANY, _PREFIXED, _ALLOW = 1, 4, 3

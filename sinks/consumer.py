@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 BATCH_RECORDS = 250
 """The most records of a partition that are fetched at a time."""
 
-_RECALL_RECORDS = 10
-"""So many of them are recalled in one turn of the event loop: a handler may take milliseconds for each."""
+TURN_RECORDS = 10
+"""So many of them are translated in one turn of the event loop: that may take milliseconds for each."""
 
 LEAVE_S = 4.0
 """How long a delivery in progress may still take when its partition is revoked."""
@@ -307,8 +307,8 @@ class Assignment:
             if records[0].offset != position:
                 resume = await self._jump(max(position, resume), position, records[0].offset)
             history = [record for record in records if record.offset < resume]
-            for start in range(0, len(history), _RECALL_RECORDS):
-                self._handler.recall(history[start : start + _RECALL_RECORDS])
+            for start in range(0, len(history), TURN_RECORDS):
+                self._handler.recall(history[start : start + TURN_RECORDS])
                 await asyncio.sleep(0)
             if len(history) < len(records):
                 self.next = resume if self.next is None else self.next

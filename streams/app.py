@@ -194,10 +194,8 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def not_ready(self) -> list[str]:
         """The reasons why the reader does not read yet; empty if it reads."""
-        waited_s = self.sender.waited_s()
-        if reasons := self.group.not_ready() or not_sent(
-            self.sender, what="what it made of records", waited_s=waited_s
-        ):
+        unsent = not_sent(self.sender, what="what it made of records", waited_s=self.sender.waited_s())
+        if reasons := self.group.not_ready() or unsent:
             return reasons
         if not self.reader.ledger.ready:
             return ["no partitions assigned yet"]

@@ -27,6 +27,7 @@ import msgspec
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
+from sinks.consumer import TURN_RECORDS
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
@@ -44,9 +45,6 @@ AHEAD_BYTES = 64 << 20
 """The most bytes of unfinished records in all partitions together, give or take a batch of each."""
 
 _IN_DOUBT_RECORDS = 3 * AHEAD_RECORDS
-_FOLD_RECORDS = 10
-"""So many ticks are put into windows in one turn of the event loop: each is translated, which takes milliseconds."""
-
 _COUNT_EVERY_S = 0.25
 _LOG_GAP_S = 1.0
 """When nothing was logged for longer, Kafka was away, and no node was silent: only so much counts as their silence."""
@@ -99,7 +97,7 @@ class RemoteWritePartition:
 
         When ``abandon`` is set, it waits for the requests in flight.
         """
-        at_once = _FOLD_RECORDS if self._windows else len(records) or 1
+        at_once = TURN_RECORDS if self._windows else len(records) or 1
         for start in range(0, len(records), at_once):
             self._put(records[start : start + at_once], abandon)
             if self._windows:

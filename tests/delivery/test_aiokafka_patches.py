@@ -53,18 +53,6 @@ def test_a_batch_of_zstd_is_compressed_at_level_1() -> None:
     assert [record.value for record in DefaultRecordBatch(bytes(batch))] == values
 
 
-@pytest.fixture
-def pauses_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that are made, without waiting for them."""
-    pauses_s: list[float] = []
-
-    async def sleep(delay_s: float) -> None:
-        pauses_s.append(delay_s)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    return pauses_s
-
-
 def leaders(*of_partitions: int) -> MetadataResponse_v5:
     """Metadata of the topic "ticks" with these leaders."""
     partitions: list[Any] = [(0, number, leader, [1], [1], []) for number, leader in enumerate(of_partitions)]

@@ -83,14 +83,8 @@ async def test_an_error_that_must_be_fixed_is_reported_until_a_connection_is_ope
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(monkeypatch: pytest.MonkeyPatch, pauses_s: list[float]) -> list[float]:
     """The pauses that were requested; none takes time."""
-    pauses_s: list[float] = []
-
-    async def sleep(delay_s: float) -> None:
-        pauses_s.append(delay_s)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr("delivery.opening.time.monotonic", lambda: 0.0)
     return pauses_s
 

@@ -31,6 +31,7 @@ from tests.eventually import eventually
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, echo_app
 from tests.real.servers import KafkaServer
+from tests.real.test_connect import Counting
 from tests.sinks.records import outcome_instruments
 from topics.topic import load_topics
 
@@ -220,7 +221,7 @@ async def test_a_member_whose_heartbeats_got_errors_for_a_while_stays_in_its_gro
 ) -> None:
     kafka.create_topics({"group-heartbeats": 1})
     settings = MemberSettings(kafka=kafka.address, group="group-heartbeats", session_timeout_s=6.0)
-    member = Assignments()
+    member = Counting()
     reader = ConsumerGroup(settings, ["group-heartbeats"], member, {"group-heartbeats": 1})
     send, errors = aiokafka_patches._send, 0
 
@@ -236,21 +237,9 @@ async def test_a_member_whose_heartbeats_got_errors_for_a_while_stays_in_its_gro
     await reader.connect()
     reader.join()
     try:
-        await eventually(lambda: errors == 2 and member.count == 3 and reader.not_ready() == [])
+        await eventually(lambda: errors == 2 and member.assignments == 3 and reader.not_ready() == [])
     finally:
         await reader.close()
-
-
-class Assignments:
-    """A member that counts its assignments."""
-
-    count = 0
-
-    async def revoked(self) -> None:
-        """Nothing to commit."""
-
-    def assigned(self, tps: set[Partition]) -> None:
-        self.count += 1
 
 
 async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer) -> None:
