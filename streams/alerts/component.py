@@ -328,7 +328,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         if node.current is last:
             del partition.nodes[node.key]
         else:
-            node.saved = None
+            node.saved = node.durable = None
             self._write_and_finish(partition, node)
 
     async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> None:

@@ -59,21 +59,22 @@ class PendingWrite(NamedTuple):
 class Node:
     """A node of a partition, by its key.
 
-    ``saved`` is the state that the broker has, ``current`` the state after the last tick. ``awaits_first_tick``: no
-    tick was read since the state was. ``stale``: the last state in the topic is another worker's. ``writing``: a write
-    is not acknowledged yet. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a
+    ``saved`` is the state that the broker has of this worker, or that it began with; ``durable`` is the latest that the
+    broker has of any worker. ``current`` is the state after the last tick. ``awaits_first_tick``: no tick was read since
+    the state was. ``stale``: the last state in the topic is older, and another worker's. ``writing``: a write is not
+    acknowledged yet. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a
     tick was last read, by the monotonic clock. ``policies``: the alert policies of its pods, as namespace, pod and
     annotation.
     """
 
     __slots__ = (
-        "_finished_slots", "_unread_writes", "_unwritten", "awaits_first_tick", "current", "key", "open_slots",
-        "policies", "read_s", "saved", "stale", "writing",
+        "_finished_slots", "_unread_writes", "_unwritten", "awaits_first_tick", "current", "durable", "key",
+        "open_slots", "policies", "read_s", "saved", "stale", "writing",
     )  # fmt: skip
 
     def __init__(self, key: bytes, saved: NodeAlerts | None = None) -> None:
         self.key = key
-        self.saved = self.current = saved
+        self.saved = self.current = self.durable = saved
         self.awaits_first_tick, self.stale, self.writing = True, False, False
         self._unread_writes: deque[Order] = deque()
         self.read_s = float("-inf")
@@ -85,17 +86,22 @@ class Node:
     # -- reading
 
     def read_state(self, state: NodeAlerts) -> None:
-        """Use a state that was read from Kafka, unless ticks of the node were read already.
+        """Use a state that was read from Kafka, unless it is older, or ticks of the node were read already.
 
-        In that case a state that this worker did not write was written late, by a worker that had lost the partition.
-        The current state is then written again, so that the last one in the topic is the partition owner's.
+        The latest state counts, not the last in the topic. An older one of another worker was written late, by a worker
+        that had lost the partition: ours is written again, before a compaction leaves only the last one. A later one
+        that is read after ticks shows that this worker has lost the partition; if it gets it back, it begins with that.
         """
         is_own_write = order(state) in self._unread_writes
         while is_own_write and self._unread_writes.popleft() != order(state):
             pass
-        if self.awaits_first_tick and not self.writing:
+        is_latest = self.durable is None or order(state) > order(self.durable)
+        is_current = self.current is not None and order(state) == order(self.current)
+        if is_latest:
+            self.durable = state
+        if self.awaits_first_tick and (is_latest or (is_current and not self.writing)):
             self.saved = self.current = state
-        elif not is_own_write:
+        elif not is_own_write and self.current is not None and order(state) <= order(self.current):
             self.stale = not self._unread_writes
 
     def judge(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, log: Log) -> Outcome:
@@ -147,7 +153,7 @@ class Node:
 
     def finish_write(self, state: NodeAlerts) -> None:
         """The write is acknowledged. Alerts that had to be in the state first may be written now."""
-        self.saved, self.writing = state, False
+        self.saved, self.durable, self.writing = _later(self.saved, state), _later(self.durable, state), False
         if self.current is not None and self.settled():
             self.apply(machine.announce(self.current))
 
@@ -164,6 +170,10 @@ class Node:
         while self.open_slots and self.open_slots[0].offset < self.saved.position:
             slots.append(self.open_slots.popleft())
         return slots
+
+
+def _later(state: NodeAlerts | None, other: NodeAlerts) -> NodeAlerts:
+    return other if state is None or order(other) >= order(state) else state
 
 
 # -- the nodes of a partition
@@ -253,7 +263,7 @@ class PartitionNodes(PartitionState):
 
     def forget(self) -> None:
         """Go back to the states that the broker has: the ticks since then are read again."""
-        self.nodes = {key: Node(key, node.saved) for key, node in self.nodes.items() if node.saved}
+        self.nodes = {key: Node(key, node.durable) for key, node in self.nodes.items() if node.durable}
         self.active = {key: node for key, node in self.nodes.items() if node.saved and not node.saved.silent}
         self.caught_up.forget()
         self.logged_ms = 0

@@ -84,7 +84,8 @@ class NodeBooks:
 
     ``kept`` are the slots of the ticks that are not in the durable books; the first was read at ``kept_s`` of the
     monotonic clock. ``due`` are the records to write. ``sent`` are the books that were sent and not read back yet.
-    ``writing``: a write is running. ``stale``: the last books in the topic are another worker's.
+    ``writing``: a write is running. ``stale``: the last books in the topic are older,
+    and another worker's.
     """
 
     __slots__ = (
@@ -167,7 +168,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 partition.nodes[record.key] = NodeBooks(record.key, books, self._policy, record.value)
                 partition.caught_up.attributed(books.offset)
             else:
-                node.stale = True
+                node.stale |= _order(books) <= node.order
                 node.stored(record.value, _order(books))
         self.app.finish(slot)
 

@@ -276,13 +276,21 @@ async def test_states_of_its_own_that_are_read_late_are_not_written_again() -> N
     assert len(broker.logs[STATE]) == states_before
 
 
-async def test_a_later_state_of_another_worker_is_overwritten_once_ticks_were_read() -> None:
-    worker = await having_read(range(100))
-    broker = worker.broker
-    later_one = msgspec.structs.replace(states(broker)[-1], offset=150, silent=True)
-    broker.logs[STATE].append(Record(KEY, encode(later_one)))
-    await worker.read(STATE)
-    assert (states(broker)[-1].offset, states(broker)[-1].silent) == (99, False)
+async def test_a_worker_that_read_its_successors_state_before_it_lost_the_partition_goes_on_from_that() -> None:
+    stopped = await having_read(range(100))
+    broker = stopped.broker
+    write(broker, range(100, 160), HOT)
+    successor = await working(broker)
+    await successor.live()
+    successor.commit()
+    states_before = len(broker.logs[STATE])
+    await stopped.read(STATE)
+    assert len(broker.logs[STATE]) == states_before, "a later state is not overwritten"
+    write(broker, range(160, 720), HOT)
+    await stopped.start()
+    await stopped.live()
+    (fired,) = broker.alerts()
+    assert (fired.name, fired.starts_at) == ("GPUThermalSlowdown", time(START_MS + 700_000))
 
 
 # -- nodes without ticks
