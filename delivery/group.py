@@ -26,11 +26,12 @@ from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.structs import OffsetAndMetadata
 
-from delivery import clients, opening
+from delivery import clients
 from delivery.assignor import CoPartitioned, claim_of
-from delivery.clients import LogThrottle, OffsetClient, close, connect_consumer, to_kafka
+from delivery.clients import OffsetClient, close, connect_consumer, to_kafka
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
+from delivery.member_health import MemberHealth
 from delivery.settings import MemberSettings
 from delivery.topic_admin import command
 from delivery.topic_watch import PartitionWatch, TopicWatch
@@ -47,7 +48,6 @@ _RETRY_S = 0.5
 _POSITION_TIMEOUT_S = 0.1
 _FETCH_GRACE_S = 0.05
 _DESCRIBE_TIMEOUT_S = 3.0
-_SILENT_S = 5.0
 _METADATA_MS = 20_000
 _HEARTBEAT_MS = 1_000
 """A member notices a rebalance at a heartbeat, and nobody reads until all members have noticed it."""
@@ -95,12 +95,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._consumer: Any = None
         self._joined = False
         self._fetched = 0
-        self._last_error: str | None = None
-        self._error_ms = 0.0
-        self._commit_error: str | None = None
-        self._commits_since_s: list[float] = []  # when each commit that is under way was begun
-        self._silent_since_s: float | None = None
-        self._log_throttle = LogThrottle()
+        self._health = MemberHealth(self.name, self.connection)
         self._topic_watch, self._partition_watch = TopicWatch(self._topics), PartitionWatch()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
@@ -140,7 +135,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             try:
                 return dict(zip(tps, await asyncio.gather(*map(self.committed, tps)), strict=True))
             except KafkaError as error:
-                self._report(error)
+                self._health.report(error)
                 await asyncio.sleep(_RETRY_S)
 
     async def commit_before_join(self, offsets: Mapping[Partition, int]) -> bool:
@@ -182,13 +177,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         if self._consumer is None:
             return ["not connected to Kafka"]
         if not self._joined:
-            suffix = f": {problem}" if (problem := self._problem()) else ""
+            suffix = f": {problem}" if (problem := self._health.problem()) else ""
             return [f"not a member of the group {self.name}{suffix}"]
         if missing := [topic for topic in self._topics if not self._consumer.partitions_for_topic(topic)]:
             denied, run = self._unauthorized_topics().intersection(missing), f"run `{command(self.connection)}`"
             absent = [f"there is no topic {topic}: {run}" for topic in missing if topic not in denied]
             return [*absent, *(describe(TopicAuthorizationFailedError(topic)) for topic in sorted(denied))]
-        problem = self._problem()
+        problem = self._health.problem()
         return [*([problem] if problem else []), *self._partition_watch.problems(self.kafka_name, time.monotonic())]
 
     # -- rebalances
@@ -212,8 +207,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def on_partitions_assigned(self, assigned: Any) -> None:
         """Called by the client, which sends no heartbeats until this returns."""
         self.check_topics(time.monotonic())
-        self._joined, self._last_error, self._commit_error = True, None, None
-        self._log_throttle = LogThrottle()
+        self._joined = True
+        self._health.joined()
         self._member.assigned(self.assignment())
 
     async def _find_successor(self) -> str | None:
@@ -266,15 +261,15 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             try:
                 await self._consumer.getmany(_NO_PARTITION, timeout_ms=0)
             except KafkaError as error:
-                self._report(error)
+                self._health.report(error)
                 if "Unexpected error during coordination" in str(error):  # it has ended the client's task
                     self._fail(f"no member of the group {self.name} any more: {describe(error)}")
             coordinator = self._consumer._coordinator  # noqa: SLF001 - no public way
             for task in (coordinator._heartbeat_task, coordinator._commit_refresh_task):  # noqa: SLF001 - likewise
                 if task is not None and task.done() and not task.cancelled() and task.exception() is not None:
                     coordinator.request_rejoin()  # only a join starts it again
-            now_s, silent = time.monotonic(), coordinator.coordinator_id is None
-            self._silent_since_s = (self._silent_since_s or now_s) if silent else None
+            now_s = time.monotonic()
+            self._health.note_coordinator(now_s, known=coordinator.coordinator_id is not None)
             self.check_topics(now_s)
             min_bytes = _MIN_FETCH_BYTES if self._fetched >= _MANY_RECORDS else 1
             self._consumer._fetcher._fetch_min_bytes, self._fetched = min_bytes, 0  # noqa: SLF001 - no public setter
@@ -286,7 +281,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         for topic in self._topics:
             count = len(self._consumer.partitions_for_topic(topic) or ())
             if not count and topic in self._unauthorized_topics():
-                self._report(TopicAuthorizationFailedError(topic))
+                self._health.report(TopicAuthorizationFailedError(topic))
             elif not count and topic in self._topic_watch.seen:
                 self._topic_watch.note(self._consumer._client.cluster)  # noqa: SLF001 - no public way
                 self._consumer._client.force_metadata_update()  # noqa: SLF001 - or its return is noticed up to 20 s later
@@ -331,7 +326,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 continue
             if not any(DescribeConfigsRequest.API_KEY in (versions or ()) for versions in self._api_versions()):
                 return  # an embedded broker, which has no topic settings
-            if self._log_throttle.is_due(f"{tp.topic}: times"):
+            if self._health.throttle.is_due(f"{tp.topic}: times"):
                 log.warning(
                     "%s partition %d: offset %d has the time of its writer's clock, and records are joined by the"
                     " broker's: message.timestamp.type must be LogAppendTime: run `%s`",
@@ -345,21 +340,6 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def _unauthorized_topics(self) -> frozenset[str]:
         """The topics that this client may not see, as of the last metadata."""
         return frozenset(self._consumer._client.cluster.unauthorized_topics)  # noqa: SLF001
-
-    def _problem(self) -> str | None:
-        """What is wrong now: a connection's trouble, else the broker's last error, else what it does not answer."""
-        now_s = time.monotonic()
-        silent = self._silent_since_s is not None and now_s - self._silent_since_s >= _SILENT_S
-        no_answer = f"no Kafka broker answers for the group {self.name} at {self.connection}" if silent else None
-        waited_s = now_s - min(self._commits_since_s, default=now_s)
-        waiting = f"a commit of the group {self.name} has waited {waited_s:.0f} s" if waited_s >= _SILENT_S else None
-        return opening.trouble(self.connection) or self._last_error or no_answer or self._commit_error or waiting
-
-    def _report(self, error: Exception) -> None:
-        """Log an error, and again each minute while it lasts."""
-        self._last_error, self._error_ms = describe(error), time.time() * 1000
-        if self._log_throttle.is_due(self._last_error):
-            log.warning("group %s: %s; trying again", self.name, self._last_error)
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
@@ -404,13 +384,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         except TimeoutError:
             return {}
         except KafkaError as error:
-            self._report(error)
+            self._health.report(error)
             await asyncio.sleep(_RETRY_S)
             return {}
         self._fetched += sum(map(len, records.values()))
         self._warn_of_times(records)
-        if self._joined and (records or self._has_passed(tps)):
-            self._last_error = None
+        if self._joined and (records or self._answer_again(tps)):
+            self._health.passed()
         return {Partition(self._topics[tp.topic], tp.partition): batch for tp, batch in records.items()}
 
     def seek(self, positions: Mapping[Partition, int]) -> None:
@@ -445,12 +425,10 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """Whether the broker has answered for this partition in the last few seconds."""
         return self._has_answered_since(self._to_kafka(tp), time.time() * 1000 - _FRESH_MS)
 
-    def _has_passed(self, tps: Collection[TopicPartition]) -> bool:
+    def _answer_again(self, tps: Collection[TopicPartition]) -> bool:
         """Whether the broker has answered a fetch of each of these partitions after the last error."""
-        if self._last_error is None:
-            return False
-        assigned = self._consumer.assignment()
-        return all(self._has_answered_since(tp, self._error_ms) for tp in tps if tp in assigned)
+        failed_ms, assigned = self._health.failed_ms, self._consumer.assignment()
+        return failed_ms is not None and all(self._has_answered_since(tp, failed_ms) for tp in tps if tp in assigned)
 
     def _has_answered_since(self, tp: TopicPartition, time_ms: float) -> bool:
         """Whether the broker has answered a fetch of this partition at that time or later, other than by an error."""
@@ -474,16 +452,10 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         assigned = self._consumer.assignment()
         requested = {self._to_kafka(tp): offset for tp, offset in offsets.items()}
         commits = {tp: offset for tp, offset in requested.items() if tp in assigned}
-        self._commits_since_s.append(begun_s := time.monotonic())
         try:
-            if commits:
-                await self._consumer.commit(commits)
+            with self._health.committing():
+                if commits:
+                    await self._consumer.commit(commits)
         except (CommitFailedError, IllegalStateError):
             return False
-        except KafkaError as error:
-            self._commit_error = f"offsets of the group {self.name} are not committed: {describe(error)}"
-            raise
-        finally:
-            self._commits_since_s.remove(begun_s)
-        self._commit_error = None
         return len(commits) == len(offsets)

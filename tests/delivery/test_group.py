@@ -173,7 +173,7 @@ async def test_a_commit_that_gets_no_answer_is_a_reason_not_to_be_ready(monkeypa
     committing = asyncio.ensure_future(group.commit({TICKS_0: 5}))
     await asyncio.sleep(0)
     assert group.not_ready() == []
-    monkeypatch.setattr(module, "_SILENT_S", 1e-9)
+    monkeypatch.setattr("delivery.member_health._SILENT_S", 1e-9)
     assert "a commit of the group g has waited 0 s" in "".join(group.not_ready())
     committing.cancel()
     await asyncio.wait([committing])
@@ -232,7 +232,7 @@ async def test_a_member_whose_client_has_ended_one_of_its_tasks_joins_again(
 
 async def test_a_member_without_brokers_is_unready_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
-    monkeypatch.setattr(module, "_SILENT_S", 0.01)
+    monkeypatch.setattr("delivery.member_health._SILENT_S", 0.01)
     client = Client()
     group, _ = group_of(client)
     await group.on_partitions_assigned(set())

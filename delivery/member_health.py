@@ -1,0 +1,80 @@
+"""What keeps a member of a consumer group from its work: an error, a coordinator that is silent, a commit that waits.
+
+In: errors, commits, and whether the group's coordinator is known. Out: the reason, for `/readyz` and the log.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+
+from delivery import opening
+from delivery.clients import LogThrottle
+from delivery.connection import Connection
+from delivery.kafka_errors import describe
+
+log = logging.getLogger(__name__)
+
+_SILENT_S = 5.0
+
+
+class MemberHealth:
+    """What is wrong with a member of the group ``name``.
+
+    ``failed_ms``: when the last error came; None if it has passed. ``throttle`` has what was logged since the member
+    joined.
+    """
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self._name, self._connection = name, connection
+        self._silent_since_s: float | None = None
+        self._commits_since_s: list[float] = []  # when each commit that is under way was begun
+        self.joined()
+
+    def joined(self) -> None:
+        """The member has joined: what was wrong before has passed."""
+        self._error: str | None = None
+        self._commit_error: str | None = None
+        self.failed_ms: float | None = None
+        self.throttle = LogThrottle()
+
+    def report(self, error: Exception) -> None:
+        """Note an error, and log it, and again each minute while it lasts."""
+        self._error, self.failed_ms = describe(error), time.time() * 1000
+        if self.throttle.is_due(self._error):
+            log.warning("group %s: %s; trying again", self._name, self._error)
+
+    def passed(self) -> None:
+        """The last error has passed."""
+        self._error = self.failed_ms = None
+
+    def note_coordinator(self, now_s: float, *, known: bool) -> None:
+        """Note whether the client knows the group's coordinator."""
+        self._silent_since_s = None if known else self._silent_since_s or now_s
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """The block commits: note how long that takes and, if it raises, why. That a member has lost its partitions is
+        no error."""
+        self._commits_since_s.append(begun_s := time.monotonic())
+        try:
+            yield
+            self._commit_error = None
+        except (CommitFailedError, IllegalStateError):
+            raise
+        except KafkaError as error:
+            self._commit_error = f"offsets of the group {self._name} are not committed: {describe(error)}"
+            raise
+        finally:
+            self._commits_since_s.remove(begun_s)
+
+    def problem(self) -> str | None:
+        """What is wrong now: a connection's trouble, else the broker's last error, else what it does not answer."""
+        now_s = time.monotonic()
+        silent = self._silent_since_s is not None and now_s - self._silent_since_s >= _SILENT_S
+        no_answer = f"no Kafka broker answers for the group {self._name} at {self._connection}" if silent else None
+        waited_s = now_s - min(self._commits_since_s, default=now_s)
+        waiting = f"a commit of the group {self._name} has waited {waited_s:.0f} s" if waited_s >= _SILENT_S else None
+        return opening.trouble(self._connection) or self._error or no_answer or self._commit_error or waiting
