@@ -60,10 +60,10 @@ class Node:
     """A node of a partition, by its key.
 
     ``saved`` is the state that the broker has of this worker, or that it began with; ``durable`` is the latest that the
-    broker has of any worker. ``current`` is the state after the last tick. ``awaits_first_tick``: no tick was read since
-    the state was. ``stale``: the last state in the topic is older, and another worker's. ``writing``: a write is not
-    acknowledged yet. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a
-    tick was last read, by the monotonic clock. ``policies``: the alert policies of its pods, as namespace, pod and
+    broker has of any worker; ``current`` is the state after the last tick. ``awaits_first_tick``: no tick was read
+    since the state was. ``stale``: the last state in the topic is older, and another worker's. ``writing``: a write is
+    not acknowledged yet. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a tick
+    was last read, by the monotonic clock. ``policies``: the alert policies of its pods, as namespace, pod and
     annotation.
     """
 
