@@ -1,6 +1,7 @@
 """Fixtures of the real servers. A test here is marked `real`, and skipped, loudly, if its server can't be had.
 
-With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure; only Prometheus 2.42 is optional.
+With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure; only Prometheus 2.42 is optional. Servers that
+tests share end with the last test of this folder: all other tests come after them.
 """
 
 import os
@@ -102,9 +103,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("authority"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[KafkaServer]:
-    """One Apache Kafka for the whole run: never stop it, and name your own topics and users, or use ``empty_kafka``."""
+    """One Apache Kafka for all tests here: never stop it, and name your own topics and users, or use ``empty_kafka``."""
     need(find_java, find_kafka)
     with KafkaServer(tmp_path_factory.mktemp("kafka"), authority=authority) as server:
         yield server
@@ -112,7 +113,7 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Ite
 
 @pytest.fixture
 def empty_kafka(kafka: KafkaServer) -> KafkaServer:
-    """The run's Apache Kafka without topics and consumer groups."""
+    """That Apache Kafka without topics and consumer groups."""
     kafka.empty()
     return kafka
 
@@ -129,7 +130,7 @@ def start_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         yield start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def oldest_kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[KafkaServer]:
     """One Apache Kafka of the oldest version that gpustream is tried on."""
     need(find_java, find_oldest_kafka)
@@ -146,9 +147,9 @@ def kafka_cluster(tmp_path_factory: pytest.TempPathFactory, authority: Authority
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
-    """One Prometheus 3 for the whole run: never stop it, and write under your own cluster name.
+    """One Prometheus 3 for all tests here: never stop it, and write under your own cluster name.
 
     If $GPUSTREAM_RECEIVER names another receiver, it is that.
     """
@@ -170,7 +171,7 @@ def start_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
         yield start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prometheus_2_42(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
     """A Prometheus that takes remote write 1.0 only; optional, so that its absence is always a skip."""
     try:
@@ -194,9 +195,9 @@ def start_alertmanager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         yield start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kube_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One Kubernetes API for the whole run: never stop it, and use namespaces and nodes of your own."""
+    """One Kubernetes API for all tests here: never stop it, and use namespaces and nodes of your own."""
     need(find_etcd, find_kube_apiserver, find_openssl)
     with ApiServer(tmp_path_factory.mktemp("kubernetes")) as server:
         yield server
