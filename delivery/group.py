@@ -389,8 +389,10 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return {}
         self._fetched += sum(map(len, records.values()))
         self._warn_of_times(records)
-        if self._joined and (records or self._answer_again(tps)):
-            self._health.passed()
+        if self._joined and (failed_ms := self._health.failed_ms) is not None:
+            assigned = self._consumer.assignment()
+            if records or all(self._has_answered_since(tp, failed_ms) for tp in tps if tp in assigned):
+                self._health.passed()
         return {Partition(self._topics[tp.topic], tp.partition): batch for tp, batch in records.items()}
 
     def seek(self, positions: Mapping[Partition, int]) -> None:
@@ -424,11 +426,6 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def _is_fresh(self, tp: Partition) -> bool:
         """Whether the broker has answered for this partition in the last few seconds."""
         return self._has_answered_since(self._to_kafka(tp), time.time() * 1000 - _FRESH_MS)
-
-    def _answer_again(self, tps: Collection[TopicPartition]) -> bool:
-        """Whether the broker has answered a fetch of each of these partitions after the last error."""
-        failed_ms, assigned = self._health.failed_ms, self._consumer.assignment()
-        return failed_ms is not None and all(self._has_answered_since(tp, failed_ms) for tp in tps if tp in assigned)
 
     def _has_answered_since(self, tp: TopicPartition, time_ms: float) -> bool:
         """Whether the broker has answered a fetch of this partition at that time or later, other than by an error."""
