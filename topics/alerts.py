@@ -257,6 +257,7 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: Annotated[Fingerprint, about("The alert's fingerprint.")]
     cluster: Cluster
     node: Node
+    generation: Annotated[UInt, about("How often the offsets in gpu.alert-members have begun again.", "none")] = 0
     offset: Annotated[int, about("The report's offset in its partition of gpu.alert-members.", "none")]
     alert: Annotated[Alert | None, about("The alert, as it was written last.")] = None
     members: Annotated[tuple[Member, ...], about("Its parts.")] = ()

@@ -179,7 +179,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 del group_by_key[record.key]
         else:
             group = _decode_grouped(groups.decode_group, record)
-            if record.key not in group_by_key or group_by_key[record.key].offset <= group.offset:
+            if record.key not in group_by_key or groups.order(group_by_key[record.key]) <= groups.order(group):
                 group_by_key[record.key] = group
             elif slot.offset > self._group_offsets.get((number, record.key), -1):
                 # written late, by a worker that had lost the partition: make ours the last one in the topic
@@ -201,7 +201,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 continue
             group = changed.get(record.key) or group_by_key.get(record.key)
             if group is not None and slot.offset <= group.offset and group.offset >= log_end:
-                group = msgspec.structs.replace(group, offset=-1)  # the log was created again
+                group = msgspec.structs.replace(group, generation=group.generation + 1, offset=-1)  # created again
             step = groups.step(group, report, slot.offset, self._rules)
             if step.group is not group:
                 changed[record.key] = step.group

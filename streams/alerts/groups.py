@@ -39,6 +39,11 @@ class GroupStep(NamedTuple):
     is_news: bool = True
 
 
+def order(group: AlertGroup) -> tuple[int, int]:
+    """The later of two states of a group has the greater one."""
+    return group.generation, group.offset
+
+
 def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rules) -> GroupStep:
     """The group after a report. A report that the group has read before changes nothing."""
     if group is None:

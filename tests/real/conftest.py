@@ -105,7 +105,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="package")
 def kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[KafkaServer]:
-    """One Apache Kafka for all tests here: never stop it, and name your own topics and users, or use ``empty_kafka``."""
+    """One Apache Kafka for all tests here: never stop it, and use your own topics and users, or ``empty_kafka``."""
     need(find_java, find_kafka)
     with KafkaServer(tmp_path_factory.mktemp("kafka"), authority=authority) as server:
         yield server

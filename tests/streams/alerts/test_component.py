@@ -706,6 +706,28 @@ async def test_a_group_is_written_once_a_report_and_again_after_what_a_worker_wr
     assert groups[-1] == groups[3]
 
 
+async def test_a_group_is_later_than_those_before_the_topic_of_reports_was_created_again() -> None:
+    first = await grouping(30)
+    broker = first.broker
+    await first.read(MEMBERS)
+    broker.logs[MEMBERS] = []
+    for s in range(30, 35):
+        broker.log(tick(s, device(0, holder(), busy=0.9), node="n"))
+    await first.live()
+    await first.start()
+    await first.read(MEMBERS)
+    groups_before = len(broker.logs[GROUPS])
+    second = await working(broker, SOON_RULES)
+    await second.read(GROUPS)
+    assert len(broker.logs[GROUPS]) == groups_before
+    broker.log(tick(36, device(1, holder("bert-1"), busy=0.9), node="m"))
+    await second.live()
+    await second.read(MEMBERS)
+    assert [(alert.state, alert.revision, alert.idle) for alert in broker.alerts()] == [
+        ("firing", 0, 1), ("firing", 1, 2), ("firing", 2, 1), ("resolved", 2, 1)
+    ]  # fmt: skip
+
+
 async def test_reports_that_were_read_before_the_partition_went_are_left_to_its_next_worker() -> None:
     first = await grouping(30)
     broker = first.broker
