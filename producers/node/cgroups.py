@@ -2,10 +2,11 @@
 
 In: process ids, and procfs. Out: the uid of the pod, the ids of the container and of the job, the user of the job, and
 whether the process serves other processes.
-State: the owners of the last processes, by process id and start time, because ids are used again; and their jobs.
+State: the owners of the last processes, by process id and start time, because ids are used again; their jobs; and the
+processes whose environment does not come.
 On failure: a process that is missing in procfs has no owner (None). If it was there a moment ago, it ended after NVML
 listed it, and keeps its last owner. A process whose control group names neither a pod nor a job has an empty owner. An
-environment that can't be read without privileges is ignored.
+environment that can't be read without privileges is ignored. One that does not come in time is read again after 10 s.
 
 If a process is in no pod and its control group names no job, the job is taken from its environment, where Slurm writes
 it too. Users can change their environment. So the control group wins, and an environment that names another job than
@@ -29,10 +30,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from producers.node.jobs import Evidence, KnownJobs, cache_put, slurm_job
+from producers.node.worker import ran_within
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
+ENVIRON_WITHIN_S = 0.1  # the kernel waits for the lock of the process's memory, which a process that hangs may hold
 ADOPTED_WITHIN_S = 10.0  # a process without an owner is read again after this: a batch system may adopt it
 ENDED_WITHIN_S = 10.0  # for this long the id of an ended process still belongs to it
+_MAX_OVERDUE = 4  # environments that do not come: each keeps a thread until it does
 _MAX_CACHED = 4096  # far above the processes that a node has on its GPUs
 _START_TIME_INDEX = 19  # of field 22 of stat, counted from the parenthesis that closes field 2
 _SERVICES = {"nvidia-cuda-mps": "mps"}  # by command, of which the kernel keeps 15 characters
@@ -88,15 +92,21 @@ class ProcessOwners:
     """Reads the owners of processes from ``procfs``, and caches them. For any thread.
 
     A process keeps its pod or job. A process without either is read again after 10 s, because a batch system may adopt
-    it. Every job that is seen is added to ``jobs``.
+    it. Every job that is seen is added to ``jobs``. ``environ_within_s`` is how long an environment may take.
     """
 
     def __init__(
-        self, procfs: Path = Path("/proc"), jobs: KnownJobs | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        procfs: Path = Path("/proc"),
+        jobs: KnownJobs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        environ_within_s: float = ENVIRON_WITHIN_S,
     ) -> None:
-        self._procfs, self._clock = procfs, clock
+        self._procfs, self._clock, self._environ_within_s = procfs, clock, environ_within_s
         self.jobs = jobs or KnownJobs()
         self._lock = threading.Lock()
+        self._overdue: set[int] = set()
         self._cache: OrderedDict[int, _CachedProcess] = OrderedDict()
 
     def of(self, pid: int) -> ProcessOwner | None:
@@ -117,11 +127,12 @@ class ProcessOwners:
         owner = parse(_read(directory / "cgroup"))
         uid, from_cgroup = _UID.search(_read(directory / "status")), owner.job_id is not None
         evidence = Evidence(from_cgroup, uid=int(uid[1]) if uid else None)
-        claimed = None if owner.pod_uid else slurm_job(_read_bytes(directory / "environ", LARGEST_ENVIRON_BYTES))
+        environ = b"" if owner.pod_uid else self._environ(pid)
+        claimed = slurm_job(environ or b"")
         if claimed is not None and owner.job_id in (None, claimed.id):
             owner = owner._replace(job_id=claimed.id)
             evidence = Evidence(from_cgroup, claimed.user, claimed.partition, evidence.uid)
-        expires_s = self._clock() + (ADOPTED_WITHIN_S if owner == NO_OWNER else math.inf)
+        expires_s = self._clock() + (ADOPTED_WITHIN_S if owner == NO_OWNER or environ is None else math.inf)
         owner = owner._replace(service=_SERVICES.get(_read(directory / "comm").removesuffix("\n")))
         if self._start_ticks(pid) != start_ticks:  # the id is another process's now
             return None
@@ -131,6 +142,26 @@ class ProcessOwners:
         with self._lock:
             cache_put(self._cache, pid, process, limit=_MAX_CACHED)
         return owner
+
+    def _environ(self, pid: int) -> bytes | None:
+        """The first part of the environment of a process; None if it does not come in time."""
+        with self._lock:
+            if pid in self._overdue or len(self._overdue) >= _MAX_OVERDUE:
+                return None
+        content: bytes | None = None
+
+        def read() -> None:
+            nonlocal content
+            environ = _read_bytes(self._procfs / str(pid) / "environ", LARGEST_ENVIRON_BYTES)
+            with self._lock:
+                content = environ
+                self._overdue.discard(pid)
+
+        if ran_within(read, self._environ_within_s, name=f"environ-{pid}"):
+            with self._lock:
+                if content is None:
+                    self._overdue.add(pid)
+        return content
 
     def _start_ticks(self, pid: int) -> int | None:
         """When a process started, in clock ticks since the boot: together with its id this identifies the process.

@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from producers.node.worker import ran_within
+
 LONGEST_NAME_BYTES = 256
 USER_WITHIN_S = 0.05  # enough for a file or a local cache, so that a job has its user's name from its first tick on
 _MAX_CACHED = 4096  # jobs, and users: far above those that a node has at a time
@@ -162,9 +164,9 @@ class Users:
                     if name is not None:
                         cache_put(self._names, uid, name, limit=_MAX_CACHED)
 
-        thread = threading.Thread(target=look_up, name=f"user-{uid}", daemon=True)
-        thread.start()
-        thread.join(self._within_s)
+        if not ran_within(look_up, self._within_s, name=f"user-{uid}"):
+            with self._lock:
+                self._lookups.discard(uid)
 
     def name(self, uid: int) -> str:
         """The name if it was found, else the number. Never waits."""

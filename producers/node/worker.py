@@ -16,6 +16,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def ran_within(function: Callable[[], object], within_s: float, *, name: str) -> bool:
+    """Run ``function`` on a thread of that name, and wait for its end for at most ``within_s``. Returns False if the
+    system gives no thread, so that it was not run at all."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    thread.join(within_s)
+    return True
+
+
 class Worker:
     """One thread. All methods are for the event loop's thread."""
 

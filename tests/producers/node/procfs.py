@@ -12,7 +12,8 @@ class Procfs:
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
         self.root = root
-        self.owners = ProcessOwners(root, KnownJobs(Users({1000: "alice"}.get, within_s=30.0)))
+        jobs = KnownJobs(Users({1000: "alice"}.get, within_s=30.0))
+        self.owners = ProcessOwners(root, jobs, environ_within_s=30.0)
 
     def begin(
         self,

@@ -146,7 +146,7 @@ def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> N
 
 def test_a_process_that_a_batch_system_adopts_later_belongs_to_its_job(procfs: Procfs) -> None:
     now_s = 0.0
-    owners = ProcessOwners(procfs.root, clock=lambda: now_s)
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s, environ_within_s=30.0)
     procfs.begin(42, 1000, "0::/user.slice\n")
     owners.of(42)
     procfs.begin(42, 1000, "0::/system.slice/slurmstepd.scope/job_7/step_extern\n")
@@ -207,7 +207,7 @@ def test_a_process_that_ends_between_two_reads_is_unknown(
 
 def test_a_process_that_ended_after_its_listing_keeps_its_owner_and_is_forgotten_soon_after(procfs: Procfs) -> None:
     now_s = 0.0
-    owners = ProcessOwners(procfs.root, clock=lambda: now_s)
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s, environ_within_s=30.0)
     procfs.begin(42, 1000, in_pod(UID))
     assert owners.of(42) == POD
     now_s = 3600
@@ -284,7 +284,7 @@ def test_a_process_whose_command_is_hidden_is_no_server(procfs: Procfs) -> None:
 
 def test_an_mps_server_that_a_batch_system_adopts_later_belongs_to_its_job(procfs: Procfs) -> None:
     now_s = 0.0
-    owners = ProcessOwners(procfs.root, clock=lambda: now_s)
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s, environ_within_s=30.0)
     procfs.begin(42, 1000, LOGIN, "nvidia-cuda-mps")
     assert owners.of(42) == NO_OWNER._replace(service="mps")
     procfs.begin(42, 1000, IN_JOB, "nvidia-cuda-mps")
@@ -371,6 +371,31 @@ def test_an_environment_is_read_up_to_a_bound(procfs: Procfs, monkeypatch: pytes
     assert procfs.owners.of(42) == NO_OWNER, "half a number is none"
 
 
+def test_an_environment_that_does_not_come_holds_up_nobody_and_is_read_again_later(procfs: Procfs) -> None:
+    """The kernel does not give it while a process that hangs has its memory locked."""
+    now_s = 0.0
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s, environ_within_s=0.01)
+    hanging = range(42, 50)
+    for pid in hanging:
+        procfs.begin(pid, 1000, IN_JOB if pid == 42 else LOGIN)
+        os.mkfifo(procfs.root / str(pid) / "environ")
+    assert owners.of(42) == ProcessOwner(None, None, "7")
+    assert {owners.of(pid) for pid in hanging if pid != 42} == {NO_OWNER}
+    reading = [thread for thread in threading.enumerate() if thread.name.startswith("environ-")]
+    assert len(reading) == 4
+    for pid in hanging[: len(reading)]:
+        (procfs.root / str(pid) / "environ").write_bytes(b"SLURM_JOB_ID=7\0SLURM_JOB_PARTITION=gpu\0")
+    for thread in reading:
+        thread.join(30.0)
+    for pid in hanging:
+        (procfs.root / str(pid) / "environ").unlink()
+        (procfs.root / str(pid) / "environ").write_bytes(b"SLURM_JOB_ID=7\0SLURM_JOB_PARTITION=gpu\0")
+    now_s = ADOPTED_WITHIN_S + 1
+    owners._environ_within_s = 30.0
+    assert {owners.of(pid) for pid in hanging} == {ProcessOwner(None, None, "7")}
+    assert owners.jobs.of("7").partition == "gpu"
+
+
 @pytest.mark.parametrize(
     "status", ["", "Uid:", "Uid:\tx\t0\t0\t0\n", "Name:\tUid:\t1000\t\n", "Uid:\t99999999999\t0\n"]
 )
@@ -407,7 +432,8 @@ def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
             environ = Path(f"/proc/{process.pid}/environ")
             while not environ.read_bytes():  # a process has started before it has an environment
                 time.sleep(0.01)
-            owners = ProcessOwners(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, within_s=30.0)))
+            jobs = KnownJobs(Users({os.getuid(): "alice"}.get, within_s=30.0))
+            owners = ProcessOwners(jobs=jobs, environ_within_s=30.0)
             owner = owners.of(process.pid)
         finally:
             process.kill()

@@ -63,6 +63,20 @@ def test_a_name_service_that_hangs_costs_the_name_and_only_a_few_threads() -> No
     assert users.name(1000) == "user-1000"
 
 
+def test_if_the_system_gives_no_thread_the_name_is_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    users = Users({1000: "alice"}.get, within_s=LONG_S)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for uid in range(1000, 1010):
+            users.look_up(uid)
+    assert users.name(1000) == "1000"
+    users.look_up(1000)
+    assert users.name(1000) == "alice"
+
+
 def test_the_cache_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_MAX_CACHED", 2)
     users = Users(lambda uid: f"user-{uid}", within_s=LONG_S)
