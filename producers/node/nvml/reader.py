@@ -126,7 +126,7 @@ class GpuReader:
                 log.info("%s is read in time again", self.title)
             return reading
         if previous is None:
-            log.warning("%s", self._late_text(reading))
+            log.warning("%s %s", self.title, self._late_text(reading))  # its subject has no figures that vary
         return reading._replace(devices=[{**device, "read_ms": reading.read_ms} for device in reading.devices])
 
     def devices(self, reading: GpuReading | None) -> Sequence[dict[str, Any]]:
@@ -164,7 +164,9 @@ class GpuReader:
             return [f"{self.title} has not answered for {silent_s:.0f} s ({call})", *slow_calls]
         if self.failure is not None:
             return [f"{self._failure_text()} (for {self._clock() - self._failed_at_s:.0f} s)", *slow_calls]
-        return slow_calls if self._late_reading is None else [self._late_text(self._late_reading), *slow_calls]
+        if self._late_reading is not None:
+            return [f"{self.title} {self._late_text(self._late_reading)}", *slow_calls]
+        return slow_calls
 
     def refuse(self, reason: str) -> None:
         """Do not report this GPU any more, for instance because another one has its UUID."""
@@ -271,11 +273,11 @@ class GpuReader:
         later = "its values come in the next tick, with the time read_ms"
         if reading.took_s < _QUICK_S:
             return (
-                f"{self.title} was read too late for its tick, though it took only {reading.took_s:.2f} s:"
+                f"was read too late for its tick, though it took only {reading.took_s:.2f} s:"
                 f" this process gets too little CPU; {later}"
             )
         call, longest_s = reading.slowest
         return (
-            f"{self.title} takes {reading.took_s:.1f} s to read, too long for a tick; {later};"
+            f"takes {reading.took_s:.1f} s to read, too long for a tick; {later};"
             f" its slowest call was {call} ({longest_s:.2f} s)"
         )

@@ -331,6 +331,25 @@ async def test_a_gpu_whose_quick_reading_comes_too_late_for_its_tick_is_not_call
     assert "too little CPU" in reason
 
 
+async def test_a_gpu_that_is_late_in_every_other_tick_is_not_logged_each_time(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log limits the lines about one subject, which must not have the time that the reading took in it."""
+    await bench.open()
+    for delay_s in (0.006, 0.007, 0.008):
+        bench.nvml.delays_s["GPU-1", "*"] = delay_s
+        assert (await bench.states(0.1))["GPU-1"] == "timeout"
+        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.read(0.1)
+        bench.nvml.delays_s.clear()
+        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.read()
+    limiter = RateLimiter(every_s=3600.0)
+    late = [record for record in caplog.records if "too late" in record.getMessage() or "takes" in record.getMessage()]
+    assert len(late) == 3
+    assert [limiter.admit(record) for record in late] == [True, False, False]
+
+
 @pytest.mark.slow
 async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_reported_once(bench: Bench) -> None:
     await bench.open()
