@@ -39,6 +39,7 @@ INFO = ("serial", "driver_version", "cuda_version", "vbios_version")
 MIG_MODE = "nvmlDeviceGetMigMode"
 MIG_SLOTS = "nvmlDeviceGetMaxMigDeviceCount"
 MIG_SLOT = "nvmlDeviceGetMigDeviceHandleByIndex"
+MAX_MIG_SLOTS = 64  # far above any GPU's; one that claims more gives no number
 UUID = "nvmlDeviceGetUUID"
 STALE = (binding.INVALID_ARGUMENT, binding.NOT_FOUND, binding.NOT_SUPPORTED)  # errors of a removed MIG device's handle
 _PROFILE = re.compile(r" MIG (\S+)$")
@@ -292,6 +293,8 @@ class PhysicalGpu:
             try:
                 mig_enabled = bool(self.calls.ask(MIG_MODE, self.handle)[0])
                 slots = (self.calls.ask if mig_enabled else self.calls.optional)(MIG_SLOTS, self.handle)
+                if slots is not None and slots > MAX_MIG_SLOTS:
+                    raise NvmlError(binding.NOTHING_FILLED_IN)
                 instances = self._instances(slots) if mig_enabled else []
             except NvmlError as error:
                 self.calls.refusals["mig"] = failed_call = FailedCall(self.calls.current_call, error.name)

@@ -235,4 +235,6 @@ class Links:
         answer = self._calls.fields(handle, [LINK_COUNT])[0] if self.newer else FieldValue(binding.NOT_SUPPORTED)
         if answer.code or not answer.value:
             raise NvmlError(answer.code or binding.NOT_SUPPORTED)
+        if not answer.value > 0:  # below zero, or NaN
+            raise NvmlError(binding.NOTHING_FILLED_IN)
         return int(min(answer.value, MAX_LINKS))

@@ -565,3 +565,15 @@ def test_a_driver_that_reports_no_slices_while_mig_is_off_leaves_them_unknown() 
     bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], "nvmlDeviceGetMaxMigDeviceCount": 0}
 
     assert "compute_slices" not in bench.read().devices[0]
+
+
+def test_an_impossible_number_of_mig_slots_leaves_the_layout_as_it_was() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"), None)
+    assert bench.uuids() == ["GPU-0", "MIG-a"]
+    bench.gpu.answers["nvmlDeviceGetMaxMigDeviceCount"] = 1_000_000
+    bench.clock.now_s += 10
+    reading = bench.read()
+    assert [(device["uuid"], device["compute_slices"]) for device in reading.devices] == [("GPU-0", 2), ("MIG-a", 2)]
+    assert reading.errors == [("nvmlDeviceGetMaxMigDeviceCount", "NO_VALUE")]
+    assert bench.call_count("nvmlDeviceGetMigDeviceHandleByIndex") < 100

@@ -1,5 +1,7 @@
 """From Hopper on, each NVLink counts its own errors, and their sum is reported."""
 
+import math
+
 import pytest
 
 from producers.node.nvml import binding
@@ -161,3 +163,12 @@ def test_however_many_links_a_gpu_claims_no_more_than_a_limit_are_queried() -> N
     assert bench.values() == {KEYS[CRC]: 1}
     queries = [name for _, name in bench.nvml.call_counts if name.startswith(f"field ({CRC},")]
     assert len(queries) == MAX_LINKS
+
+
+@pytest.mark.parametrize("number", [FieldValue(0, math.nan, 0), FieldValue(0, -5, 32)])
+def test_an_impossible_number_of_links_leaves_out_their_errors_and_nothing_else(number: FieldValue) -> None:
+    bench = Bench()
+    bench.gpu.fields[LINK_COUNT] = number
+    assert bench.metrics.values()["power_watts"] == 250.123
+    assert bench.values() == {}
+    assert {error for _, error in bench.calls.errors()} == {"NO_VALUE"}
