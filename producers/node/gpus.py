@@ -109,6 +109,7 @@ class Gpus:
         readings = {gpu: reading for gpu in self._gpus if (reading := gpu.take_reading()) is not None}
         for gpu in self._gpus:
             gpu.log_hang()
+        self._events.log_hang()
         devices_by_index = [(gpu.index, gpu.devices(readings.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
         some_unknown = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
         if self._driver.attached and not some_unknown:
@@ -153,7 +154,7 @@ class Gpus:
         lost_indexes = self._lost.indexes
         present = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in lost_indexes)]
         of_gpus = [text for gpu in present for text in gpu.not_ready()]
-        return [*self._driver.not_ready(), *self._lost.not_ready(), *of_gpus]
+        return [*self._driver.not_ready(), *self._events.not_ready(), *self._lost.not_ready(), *of_gpus]
 
     def left_out(self) -> dict[str, LeftOut]:
         """The values that the last readings lack, by the UUID of the device, with the calls that failed."""

@@ -7,8 +7,8 @@ code since the start, and the errors that no tick has had yet. Both are bounded:
 counted.
 On failure: a GPU whose registration fails is registered again after 5 s. A GPU that does not support XID errors is
 tried again after a minute, and then less and less often, because a driver may refuse for a moment. If the event set
-fails, for instance because a GPU was lost, a new one is created after a pause that grows. A wait that hangs delays only
-the next opening of NVML.
+fails, for instance because a GPU was lost, a new one is created after a pause that grows. A call that hangs delays only
+the next opening of NVML; it is reported, because no error is seen meanwhile.
 Source: nvml.h. Errors from before the registration are not reported. A wait may end early, without an event.
 """
 
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 XID_EVENT = 8
 WAIT_MS = 500  # the longest time until a wait ends
+HANGS_AFTER_S = 5.0  # a call that has not returned for longer is reported
 MAX_BATCH = 1024  # events that are collected before the event loop gets them
 RETRY_EVERY_S = 5.0
 UNSUPPORTED_EVERY_S = 60.0  # after this a GPU without XID errors is tried again; then after twice as long each time
@@ -83,6 +84,7 @@ class Events:
         self._worker = Worker("nvml-events", clock)
         self._watch = _XidWatch(nvml, clock)
         self._added: set[int] = set()
+        self._hang_logged = False
         self.pause()
 
     @property
@@ -93,6 +95,24 @@ class Events:
     def refusals(self) -> dict[int, FailedCall]:
         unsupported = self._watch.unsupported
         return dict(self._watch.refusals) if unsupported is None else dict.fromkeys(self._added, unsupported)
+
+    def not_ready(self) -> list[str]:
+        """Why no errors are seen: a call that has not returned."""
+        if (hung_s := self._watch.calling_s()) <= HANGS_AFTER_S:
+            return []
+        hangs = f"{self._watch.current_call} has not returned for {hung_s:.0f} s"
+        return [f"the NVIDIA driver does not answer: {hangs}; XID errors are not seen"]
+
+    def log_hang(self) -> None:
+        """Log that a call does not return, once for each hang."""
+        reasons = self.not_ready()
+        if bool(reasons) is self._hang_logged:
+            return
+        self._hang_logged = not self._hang_logged
+        if reasons:
+            log.warning("%s", reasons[0])
+        else:
+            log.info("%s has returned: XID errors are seen again", self._watch.current_call)
 
     def resume(self) -> None:
         """NVML is open: from now on GPUs may be added."""
@@ -140,7 +160,7 @@ class Events:
 class _XidWatch:
     """Owns NVML's event set, from one opening of NVML to the next. ``new`` has the GPUs to add. ``refusals`` are the
     failed calls of the GPUs that are not in the set; ``unsupported`` is set if the driver has no event sets.
-    All but ``ending``, ``new`` and ``refusals`` is for the thread."""
+    All but ``ending``, ``new``, ``refusals``, ``current_call`` and :meth:`calling_s` is for the thread."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
         self.ending = threading.Event()
@@ -154,13 +174,19 @@ class _XidWatch:
         self._register_at_s: dict[int, float] = {}
         self._unsupported_delay_s: dict[int, float] = {}
         self._retry_delay_s = 0.0
-        self._current_call = ""
+        self.current_call = ""
+        self._call_began_s: float | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing left to wait for."""
         idle = not self._handles and self.new.empty()
         return self.unsupported is not None or idle or self.ending.is_set()
+
+    def calling_s(self) -> float:
+        """How long the current call has run, in seconds; 0 if there is none."""
+        began_s = self._call_began_s
+        return 0.0 if began_s is None else self._clock() - began_s
 
     def run(self) -> _WaitResult:
         """Wait until something happens. A set that fails is freed; a driver without event sets is not asked again."""
@@ -171,23 +197,24 @@ class _XidWatch:
             except NvmlError as error:
                 self._give_up(error.name)
                 if error.code == FUNCTION_NOT_FOUND:
-                    self.unsupported = FailedCall(self._current_call, error.name)
+                    self.unsupported = FailedCall(self.current_call, error.name)
                 elif is_unsupported(error):
                     self._retry_delay_s = LONGEST_RETRY_DELAY_S
                 else:
-                    result.errors.append((self._current_call, error.name))
+                    result.errors.append((self.current_call, error.name))
             except Exception as error:  # not NVML's, as of an event that can't be decoded: it may not end the wait
-                log.error("%s", f"{self._current_call} failed; it is tried again", exc_info=error)
+                log.error("%s", f"{self.current_call} failed; it is tried again", exc_info=error)
                 self._give_up(UNKNOWN_ERROR)
-                result.errors.append((self._current_call, UNKNOWN_ERROR))
+                result.errors.append((self.current_call, UNKNOWN_ERROR))
         if self.is_done:
             self.close()
+        self._call_began_s = None
         return result
 
     def _give_up(self, error: str) -> None:
         """Free the set, because the current call failed with ``error``. The next one is created after a pause."""
         self.close()
-        self.refusals = dict.fromkeys(self._handles, FailedCall(self._current_call, error))
+        self.refusals = dict.fromkeys(self._handles, FailedCall(self.current_call, error))
         self._retry_delay_s = min(LONGEST_RETRY_DELAY_S, max(1.0, 2 * self._retry_delay_s))
 
     def close(self) -> None:
@@ -202,39 +229,47 @@ class _XidWatch:
             gpu, self._handles[gpu] = self.new.get()
             self._register_at_s[gpu] = self._clock()
         if self._event_set is None:
-            if self.ending.wait(self._retry_delay_s):
+            if self._rest(self._retry_delay_s):
                 return
-            self._current_call = "nvmlEventSetCreate"
-            self._event_set = EventSet(self._nvml.call(self._current_call))
+            self._begin_call("nvmlEventSetCreate")
+            self._event_set = EventSet(self._nvml.call(self.current_call))
             self._indexes, self._register_at_s = {}, dict.fromkeys(self._handles, self._clock())
         now_s = self._clock()
         for gpu in sorted(gpu for gpu, register_at_s in self._register_at_s.items() if register_at_s <= now_s):
             try:
                 self._register(gpu, self._event_set)
             except NvmlError as error:
-                self.refusals = {**self.refusals, gpu: FailedCall(self._current_call, error.name)}
+                self.refusals = {**self.refusals, gpu: FailedCall(self.current_call, error.name)}
                 delay_s = RETRY_EVERY_S
                 if is_unsupported(error):
                     previous_delay_s = self._unsupported_delay_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
                     delay_s = self._unsupported_delay_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * previous_delay_s)
                 elif not is_lost(error):  # the reading of the GPU reports that it is lost
-                    result.errors.append((self._current_call, error.name))
+                    result.errors.append((self.current_call, error.name))
                 self._register_at_s[gpu] = now_s + delay_s
         if self._indexes:
             self._wait(self._event_set, result)
         else:
-            self.ending.wait(WAIT_MS / 1000)
+            self._rest(WAIT_MS / 1000)
+
+    def _begin_call(self, call: str) -> None:
+        self.current_call, self._call_began_s = call, self._clock()
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait without a call; returns whether the watch is ending."""
+        self._call_began_s = None
+        return self.ending.wait(seconds)
 
     def _register(self, gpu: int, events: EventSet) -> None:
         """Register a GPU's events with the set. Raises NvmlError."""
         if self.ending.is_set():
             return
         handle = self._handles[gpu]
-        self._current_call = "nvmlDeviceGetSupportedEventTypes"
-        if not self._nvml.ask(self._current_call, handle) & XID_EVENT:
+        self._begin_call("nvmlDeviceGetSupportedEventTypes")
+        if not self._nvml.ask(self.current_call, handle) & XID_EVENT:
             raise NvmlError(NOT_SUPPORTED)
-        self._current_call = "nvmlDeviceRegisterEvents"
-        self._nvml.call(self._current_call, handle, XID_EVENT, events)
+        self._begin_call("nvmlDeviceRegisterEvents")
+        self._nvml.call(self.current_call, handle, XID_EVENT, events)
         self._indexes[self._nvml.address(handle)] = gpu
         del self._register_at_s[gpu]
         self._unsupported_delay_s.pop(gpu, None)
@@ -242,7 +277,7 @@ class _XidWatch:
 
     def _wait(self, events: EventSet, result: _WaitResult) -> None:
         """Wait for an event, and collect it with those behind it. Raises NvmlError."""
-        self._current_call = "nvmlEventSetWait"
+        self._begin_call("nvmlEventSetWait")
         began_s = self._clock()
         try:
             event = self._nvml.wait(events, WAIT_MS)
@@ -252,7 +287,7 @@ class _XidWatch:
             raise
         self._retry_delay_s = 0.0
         if event is None and self._clock() - began_s < WAIT_MS / 2000:
-            self.ending.wait(WAIT_MS / 1000)  # NVML has not waited
+            self._rest(WAIT_MS / 1000)  # NVML has not waited
         self._drain(events, event, result)
 
     def _drain(self, events: EventSet, event: NvmlEvent | None, result: _WaitResult) -> None:

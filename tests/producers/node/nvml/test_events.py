@@ -1,6 +1,8 @@
 """A thread waits for XID errors; only that thread hangs, fails or is late with the driver."""
 
 import contextlib
+import logging
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -214,6 +216,34 @@ async def test_a_pause_frees_the_set_and_it_can_start_again(bench: Bench) -> Non
     bench.nvml.xid(bench.nvml.gpus[0], 13)
     await eventually(lambda: bench.reported)
     assert bench.codes() == [(0, 13)]
+
+
+@pytest.mark.parametrize("call", [WAIT, "nvmlEventSetCreate"])
+async def test_a_call_that_hangs_is_reported_and_logged_once_as_is_its_return(
+    bench: Bench, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    hang = bench.nvml.hang(None, call)
+    bench.add()
+    await eventually(hang.started.is_set)
+    bench.ahead_s = 3600.0
+    (reason,) = bench.events.not_ready()
+    assert re.fullmatch(rf".* {call} has not returned for 3[0-9]+ s; XID errors are not seen", reason)
+    bench.events.log_hang()
+    bench.events.log_hang()
+    bench.nvml.release()
+    await eventually(lambda: not bench.events.not_ready())
+    bench.events.log_hang()
+    bench.events.log_hang()
+    reported, returned = caplog.messages
+    assert "XID errors are not seen" in reported
+    assert returned.endswith("has returned: XID errors are seen again")
+
+
+async def test_a_watch_that_works_for_long_is_not_reported(bench: Bench) -> None:
+    await bench.watch()
+    bench.ahead_s = 3600.0
+    await eventually(lambda: not bench.events.not_ready())
 
 
 async def test_a_wait_that_hangs_does_not_delay_the_end() -> None:
