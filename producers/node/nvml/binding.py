@@ -86,6 +86,9 @@ _ANSWER_TYPES: dict[str, tuple[type[Any], ...]] = {
 }
 """The types that these functions fill in, after the handle and the arguments, which are numbers. Source: nvml.h."""
 
+_HANDLE_TYPES = (pynvml.c_nvmlDevice_t, pynvml.c_nvmlEventSet_t, pynvml.c_nvmlGpmSample_t)
+"""Answers that are pointers: one that was not filled in is null, and NVML might follow it."""
+
 
 class NvmlError(Exception):
     """An error of NVML: its ``code``, and its ``name`` without NVML_ERROR_."""
@@ -222,6 +225,8 @@ class Nvml:
             if error.code == TIMEOUT:
                 return None
             raise
+        if not event.eventType:  # nothing was filled in
+            return None
         instances = _instance(event.gpuInstanceId), _instance(event.computeInstanceId)
         return NvmlEvent(_address(event.device), event.eventType, event.eventData, *instances)
 
@@ -241,7 +246,7 @@ class Nvml:
             raise NvmlError(FUNCTION_NOT_FOUND) from None
         except UnicodeError:  # the answer is a name that is not valid text
             raise NvmlError(UNKNOWN) from None
-        if answer == "":
+        if answer == "" or (isinstance(answer, _HANDLE_TYPES) and not answer):
             raise NvmlError(NOTHING_FILLED_IN)
         return answer
 

@@ -240,3 +240,20 @@ def test_the_last_value_of_gpm_is_not_used_for_one_that_it_does_not_give_now(nvm
     assert real.gpm_metrics(older, newer, [2]) == [FieldValue(binding.NOTHING_FILLED_IN, 0, 0)]
     for sample in (older, newer):
         real.call("nvmlGpmSampleFree", sample)
+
+
+@pytest.mark.parametrize("function", ["nvmlEventSetCreate", "nvmlGpmSampleAlloc"])
+def test_a_handle_that_was_not_filled_in_is_an_error_and_never_given_to_nvml(
+    nvml: ScriptedNvml, real: Nvml, function: str
+) -> None:
+    nvml.leave_empty(None, function)
+    assert error(lambda: real.call(function)) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
+    nvml.leave_empty(0, "nvmlDeviceGetHandleByIndex")
+    assert error(lambda: real.handle(0)) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
+
+
+def test_an_event_that_was_not_filled_in_is_none(nvml: ScriptedNvml, real: Nvml) -> None:
+    events = binding.EventSet(real.call("nvmlEventSetCreate"))
+    nvml.leave_empty(None, "nvmlEventSetWait")
+    assert real.wait(events, 0) is None
+    real.call("nvmlEventSetFree", events)
