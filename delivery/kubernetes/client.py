@@ -35,6 +35,7 @@ LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 
 LARGEST_ERROR_BYTES = 64 * 1024
 ERROR_WITHIN_S = 10.0
+LONGEST_RETRY_AFTER_S = 120.0
 _LONGEST_MESSAGE = 300
 
 LOG_AGAIN_S = 60.0
@@ -50,7 +51,7 @@ class Unreachable(Exception):
 
 
 class Answer(NamedTuple):
-    """A whole answer of the API server; ``retry_after_s`` is its Retry-After header."""
+    """A whole answer of the API server; ``retry_after_s`` is its Retry-After header, cut to two minutes."""
 
     status: int
     body: bytes
@@ -60,8 +61,8 @@ class Answer(NamedTuple):
 class Stream:
     """An answer whose body is read while it comes."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
+    def __init__(self, response: aiohttp.ClientResponse, silence_s: float) -> None:
+        self._response, self._silence_s = response, silence_s
         self.status = response.status
         self.retry_after_s = retry_after_s(response)
 
@@ -73,8 +74,9 @@ class Stream:
 
     async def lines(self, cap: int) -> AsyncGenerator[bytes | None]:
         """The lines as they come, without empty ones; None for each that is longer than ``cap`` bytes and dropped.
-        Raises :class:`Unreachable`, also if the stream ends in the middle of a line."""
-        lines = LineSplitter(cap)
+        Raises :class:`Unreachable`, also if the stream ends in the middle of a line, or no line ends for as long as a
+        stream may be silent: a proxy may send blanks when its server is gone."""
+        lines, last_line_s = LineSplitter(cap), time.monotonic()
         chunks = self._response.content.iter_any()
         while True:
             with reaching():
@@ -83,6 +85,9 @@ class Stream:
                 break
             for line in lines.feed(chunk):
                 yield line
+                last_line_s = time.monotonic()
+            if time.monotonic() - last_line_s > self._silence_s:
+                raise Unreachable("timeout", f"no whole line within {self._silence_s:g} s")
         if lines.size:
             raise Unreachable("cut", "the stream ended in the middle of a line")
 
@@ -115,9 +120,9 @@ class LineSplitter:
 
 
 def retry_after_s(response: aiohttp.ClientResponse) -> float | None:
-    """The Retry-After header; the API server writes whole seconds."""
+    """The Retry-After header, of which two minutes count at most; the API server writes whole seconds."""
     text = response.headers.get("Retry-After", "")
-    return float(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
+    return min(float(text), LONGEST_RETRY_AFTER_S) if text.isascii() and text.isdigit() else None
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -257,7 +262,7 @@ class Client:
             response = await self._send("GET", path, timeout, params=params, headers={})
         self._count(response.status)
         try:
-            yield Stream(response)
+            yield Stream(response, silence_s)
         finally:
             response.close()
 

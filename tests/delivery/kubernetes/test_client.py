@@ -115,11 +115,18 @@ async def test_a_redirect_is_not_followed(server: ApiServer, connect: Open) -> N
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "²", "Wed, 21 Oct 2026 07:28:00 GMT", "9" * 400])
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "²", "Wed, 21 Oct 2026 07:28:00 GMT"])
 async def test_a_retry_after_that_is_no_number_of_seconds_is_none(server: ApiServer, connect: Open, text: str) -> None:
     api = await connect()
     server.next(answers(503, Retry_After=text))
     assert (await api.request("GET", "/things")).retry_after_s is None
+
+
+@pytest.mark.parametrize("text", ["86400", "99999999", "9" * 400])
+async def test_of_a_retry_after_two_minutes_count_at_most(server: ApiServer, connect: Open, text: str) -> None:
+    api = await connect()
+    server.next(answers(503, Retry_After=text))
+    assert (await api.request("GET", "/things")).retry_after_s == 120.0
 
 
 async def test_requests_are_counted_by_their_status_or_by_the_reason_for_none(server: ApiServer, connect: Open) -> None:
@@ -238,6 +245,23 @@ async def test_a_stream_that_is_silent_for_too_long_is_over(server: ApiServer, c
         with pytest.raises(Unreachable) as error:
             await lines(api, silence_s=0.3)
         assert error.value.reason == "timeout"
+
+
+@pytest.mark.parametrize("piece", [b"\n", b" "])
+async def test_a_stream_without_a_whole_line_for_too_long_is_over(
+    server: ApiServer, connect: Open, piece: bytes
+) -> None:
+    async def drips(_: Request, reply: Reply) -> None:
+        await reply.begin()
+        while True:
+            await reply.piece(piece)
+            await asyncio.sleep(0.05)
+
+    api = await connect()
+    server.next(drips)
+    with pytest.raises(Unreachable) as error:
+        await lines(api, silence_s=0.3)
+    assert error.value.reason == "timeout"
 
 
 async def test_a_refused_stream_has_its_status_and_the_beginning_of_its_body(server: ApiServer, connect: Open) -> None:
