@@ -14,6 +14,7 @@ The events of a list have resource versions in no order: only its end, later eve
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -37,11 +38,11 @@ LIST_WITHIN_S = 120.0
 PAGED_LIST_FACTOR = 5  # a paged list may take so many times as long as a streaming one
 LARGEST_LINE_BYTES = 32 * 1024 * 1024
 SHORTEST_WATCH_S, LONGEST_WATCH_S = 240, 480
-BOOKMARK_WITHIN = 0.75  # bookmarks come every 60 s: after this share of the 100 s of silence one is missing
+BOOKMARK_WITHIN = 0.75  # bookmarks come every 60 s: one is missing if watches were silent for this share of 100 s
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
 ABSENT_WAIT_S = 300.0
+GONE_AFTER_S = 60.0  # a 404 of what was there before counts after so long: a proxy may answer it for a moment
 HEALTHY_AFTER_S = 5.0
-LONGEST_RETRY_AFTER_S = 120.0
 
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
 _LIST_ENDS = "k8s.io/initial-events-end"
@@ -129,7 +130,7 @@ def rbac_rule(path: str) -> str:
 def restart_for_status(path: str, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
     """The restart after a status other than success: its reason, the sentence for the log, and the pause before it."""
     text = message(body)
-    wait_s = min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
+    wait_s = retry_after_s or 0.0
     if status in (400, 422) and ("sendInitialEvents" in text or "resourceVersionMatch" in text):
         return Restart("unsupported", f"no streaming lists: {text}", relist=True)
     if status == 410:
@@ -182,8 +183,9 @@ def _parse(
 
 class Reflector:
     """Lists and watches ``path``, such as ``/api/v1/pods``, for ``listener``; ``name`` is its name in metrics and logs.
-    ``optional``: a resource that the API server lacks counts as empty, and is tried again every 5 minutes. ``older``
-    are paths of older API versions, tried in turn if the server lacks ``path``."""
+    ``optional``: a resource that the API server lacks counts as empty, and is tried again every 5 minutes; if it was
+    there before, only after a minute. ``older`` are paths of older API versions, tried in turn if the server lacks
+    ``path``."""
 
     def __init__(
         self,
@@ -207,8 +209,11 @@ class Reflector:
         self._streaming = True
         self._last_event_s = time.monotonic()
         self._healthy_since_s: float | None = None
+        self._silent_s = 0.0
         self._wait_s = 0.0
         self._last_reason = ""
+        self._served = False
+        self._absent_since_s = math.inf
         self._health = ApiHealth(name, log)
         self.synced = False
         instruments.gauge(names.AGE, name).set_function(lambda: time.monotonic() - self._last_event_s)
@@ -242,17 +247,21 @@ class Reflector:
         newly_expired, self._last_reason = restart.reason == "expired" != self._last_reason, restart.reason
         if restart.reason in ("unsupported", "slow", "too_long"):
             self._streaming = False
+        now_s = time.monotonic()
+        self._absent_since_s = min(self._absent_since_s, now_s) if restart.reason == "absent" else math.inf
         if restart.reason == "absent":
             self._path_index = (self._path_index + 1) % len(self._paths)
             self._path = self._paths[self._path_index]
             if self._path_index:
                 return 0.0
-        if restart.reason == "absent" and self._optional:  # no such resource, so it has no objects
+        gone = not self._served or now_s - self._absent_since_s >= GONE_AFTER_S
+        if restart.reason == "absent" and self._optional and gone:  # no such resource, so it has no objects
             self._listener.begin()
             self._complete(None)
             self._health.good(f"there are none: {restart}")
             return ABSENT_WAIT_S * random.uniform(0.8, 1.2)
-        if self._healthy_since_s is None and restart.reason not in ("unsupported", "expired"):
+        failed = self._healthy_since_s is None and restart.reason not in ("unsupported", "expired")
+        if failed or (self._wait_s > 0 and not self._was_healthy()):  # one short watch, as at a restart, is no problem
             self._health.bad(restart.reason, str(restart))
         if newly_expired:  # the API server is back and wants a new list: the first time without the long wait
             return FIRST_WAIT_S * random.uniform(0.5, 1)
@@ -292,9 +301,13 @@ class Reflector:
                 async with contextlib.aclosing(stream.lines(self._largest_line_bytes)) as lines:
                     if self._version is not None or await self._receive_list(lines):
                         self._healthy_since_s = time.monotonic()
-                        self._health.good("watching")
-                        async for line in lines:
-                            self._handle(line)
+                        mended_s = HEALTHY_AFTER_S if self._health.problem else 0.0
+                        mended = asyncio.get_running_loop().call_later(mended_s, self._health.good, "watching")
+                        try:
+                            async for line in lines:
+                                self._handle(line)
+                        finally:
+                            mended.cancel()
             if self._version is None:
                 end = Restart("empty", "the list ended before it was complete")
             elif self._was_healthy():
@@ -303,9 +316,13 @@ class Reflector:
                 end = Restart("empty", "the watch ended as soon as it began")
         except Unreachable as error:
             end = Restart(error.reason, str(error))
-        went_silent = self._healthy_since_s is not None and self._last_event_s < began_s
-        if went_silent and time.monotonic() - began_s > BOOKMARK_WITHIN * self._silence_s:
+        if self._healthy_since_s is None or self._last_event_s >= began_s:
+            self._silent_s = 0.0
+        else:
+            self._silent_s += time.monotonic() - self._healthy_since_s
+        if self._silent_s > BOOKMARK_WITHIN * self._silence_s:
             end.relist = True  # a server that was restored may never reach our version, and is silent, too
+            self._silent_s = 0.0
         return end
 
     async def _receive_list(self, lines: AsyncIterator[bytes | None]) -> bool:
@@ -367,7 +384,7 @@ class Reflector:
 
     def _complete(self, version: str | None) -> None:
         self._listener.complete()
-        self._version, self.synced = version, True
+        self._version, self._served, self.synced = version, version is not None, True
 
     def _was_healthy(self) -> bool:
         return self._healthy_since_s is not None and time.monotonic() - self._healthy_since_s >= HEALTHY_AFTER_S

@@ -130,6 +130,10 @@ class ApiServer:
         """Replace the answers to the next requests, one behaviour for each."""
         self._faults.extend(behaviours)
 
+    def mend(self) -> None:
+        """Forget the behaviours that are left."""
+        self._faults.clear()
+
     @property
     def faults_left(self) -> int:
         """How many of these behaviours are still unused."""
@@ -218,7 +222,11 @@ class ApiServer:
         if request.path not in self.objects and self._single(request.path) is not None:
             return await reply.answer(200, self._single(request.path) or {})
         if request.path not in self.objects:
-            return await reply.status(404, f"{request.path} not found")
+            gone = {
+                **status_object(404, f"{request.path} not found"),
+                "details": {"name": request.path.rpartition("/")[2]},
+            }
+            return await reply.answer(404, gone)
         if "watch" in request.params:
             return await self.watch(request, reply)
         return await self._list(request, reply)

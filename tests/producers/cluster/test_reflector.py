@@ -18,7 +18,7 @@ from delivery.kubernetes.client import ApiHealth, Client, message
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
 from producers.cluster.objects import Identity, decode
-from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Restart, rbac_rule, restart_for_status
+from producers.cluster.reflector import Reflector, Restart, rbac_rule
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
     ApiServer,
@@ -507,10 +507,6 @@ async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> Non
     assert asyncio.get_running_loop().time() - began >= 1.9
 
 
-def test_a_retry_after_of_a_day_is_cut_to_the_longest() -> None:
-    assert restart_for_status("/api/v1/pods", 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
-
-
 @pytest.mark.slow
 async def test_a_server_that_closes_at_once_is_not_queried_in_a_loop(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
@@ -608,8 +604,9 @@ def test_a_recovery_is_logged_however_recently_the_last_one_was(
 
 
 async def test_a_recovery_is_logged_and_so_is_an_error_that_differs_from_the_last(
-    server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
+    server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "HEALTHY_AFTER_S", 0.1)
     caplog.set_level(logging.INFO)
     server.next(answers(403), answers(403), answers(503), answers(503))
     bench = await start()
@@ -646,6 +643,49 @@ async def test_an_outage_of_30_s_is_not_ready(start: Start, monkeypatch: pytest.
     assert reason.startswith("pods: ClientConnectorError: ")
 
 
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        (streams(), "the watch ended as soon as it began"),
+        (streams(event("ERROR", status_object(500, "etcd is away"))), "the API server fails (500): etcd is away"),
+    ],
+)
+async def test_a_server_that_ends_every_watch_at_once_is_a_problem_until_one_lasts(
+    server: ApiServer,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ends: Behaviour,
+    why: str,
+) -> None:
+    monkeypatch.setattr(module, "HEALTHY_AFTER_S", 0.5)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(client, "UNREADY_AFTER_S", 0.3)
+    server.next(streams(list_end(5)), *[ends] * 1000)
+    bench = await start()
+    await bench.until(lambda: bench.watch.synced and bench.watch.not_ready() != [])
+    assert f"pods: {why} (for " in bench.watch.not_ready()[0]
+    assert [record.getMessage() for record in caplog.records if record.levelno > 20] == [f"pods: {why}"]
+    server.mend()
+    await bench.until(lambda: bench.watch.not_ready() == [])
+    await bench.watching()
+
+
+async def test_a_restored_server_behind_a_balancer_that_cuts_what_is_silent_is_listed_again(
+    server: ApiServer, start: Start
+) -> None:
+    async def silent(request: Request, reply: Reply) -> None:
+        await reply.begin()
+        await asyncio.sleep(0.5)
+        await reply.end()
+
+    server.next(streams(list_end(5)), silent, silent)
+    bench = await start(silence_s=1.0)
+    server.put(PODS, pod("a"))
+    await bench.until_objects("a")
+    assert [request.lists for request in server.requests] == [True, False, False, True]
+
+
 async def test_an_optional_resource_that_is_missing_is_an_empty_one(server: ApiServer, start: Start) -> None:
     server.next(answers(404, "the server could not find the requested resource"))
     bench = await start(optional=True)
@@ -668,6 +708,7 @@ async def test_an_optional_resource_may_appear_later_and_disappear_again(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ABSENT_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "GONE_AFTER_S", 0.0)
     server.next(answers(404), answers(404))
     server.put(PODS, pod("a"))
     bench = await start(optional=True)
@@ -684,6 +725,19 @@ async def test_an_optional_resource_may_appear_later_and_disappear_again(
         "put a",
         "complete",
     ]
+
+
+async def test_a_404_for_a_moment_drops_nothing_of_an_optional_resource(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("a"))
+    bench = await start(optional=True)
+    await bench.until_objects("a")
+    await bench.watching()
+    server.next(answers(404), answers(404), answers(404))
+    await server.drop()
+    await bench.until(lambda: bench.restarts("absent") == 3)
+    await bench.watching()
+    await bench.until_objects("a")
+    assert bench.listener.calls == ["begin", "put a", "complete"] * 2
 
 
 async def test_the_age_is_that_of_the_last_event(server: ApiServer, start: Start) -> None:
