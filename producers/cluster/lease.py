@@ -140,7 +140,10 @@ class LeaseLock:
             return False
         if answer.status not in (200, 201):
             raise self._refusal(verb, answer)
-        self._lease = _decode_object(answer.body)
+        lease = _decode_object(answer.body)
+        if decode_lease(lease) != decode_lease({"spec": spec}):  # taken for a renewal, it would make two leaders
+            raise LeaseRefused("garbage", f"an answer that is not the Lease as written: {message(answer.body)}")
+        self._lease = lease
         return True
 
     async def _request(self, method: str, path: str, body: bytes | None, within_s: float) -> Answer:
@@ -160,10 +163,16 @@ class LeaseLock:
 
 
 def _decode_object(body: bytes) -> Json:
+    """The Lease in an answer. One without a version is none: to write over it would overwrite whoever holds the
+    Lease."""
     try:
-        return msgspec.json.decode(body, type=Json)
+        lease = msgspec.json.decode(body, type=Json)
     except UNDECODABLE as error:
         raise LeaseRefused("garbage", f"an answer that is no Lease ({error}): {message(body)}") from error
+    metadata = lease.get("metadata")
+    if not isinstance(metadata, dict) or not metadata.get("resourceVersion"):
+        raise LeaseRefused("garbage", f"an answer that is no Lease: {message(body)}")
+    return lease
 
 
 class Stuck(Exception):
@@ -301,9 +310,13 @@ class LeaderElector:
                 pause_s, problem = self._renew_s / 4, str(error)
                 self._health.bad(error.reason, problem)
             else:
-                pause_s, problem = self._renew_s, ""
-                self._health.good("it can be read and written")
-                if not held:
+                if held:
+                    pause_s, problem = self._renew_s, ""
+                    self._health.good("it can be read and written")
+                elif self._is_mine():
+                    pause_s, problem = self._renew_s / 4, "the API server found a conflict at each write (409)"
+                    self._health.bad("409", problem)
+                else:
                     return f"the lease is {self._observed.holder or 'nobody'}'s"
         reason = problem or "this process stood still, for it had no time to ask"
         return f"the lease could not be renewed for {self._give_up_s:g} s: {reason}"
@@ -312,8 +325,8 @@ class LeaderElector:
         return self._renewed_s + self._give_up_s - time.monotonic()
 
     async def _update(self, record: LeaseRecord, within_s: float) -> bool:
-        """Write our record with the present time; False if another holds the Lease. A conflict is tried once more,
-        because others may write the Lease's labels."""
+        """Write our record with the present time; False if another holds the Lease, or at a second conflict. A conflict
+        is tried once more, because others may write the Lease's labels, or an answer was lost."""
         record = record._replace(renewed_us=max(self._now_us(), record.renewed_us + 1))
         if self._is_mine() and await self._write(record, within_s):
             return True

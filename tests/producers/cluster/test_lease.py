@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -294,7 +295,57 @@ async def test_a_few_failures_do_not_end_the_lead(server: ApiServer, join: Join,
     assert first.diary == [("a", "begins")]
 
 
-@pytest.mark.parametrize("body", [b"<html>sign in</html>", b'{"spec": "\xe9"}', b'{"spec": ' + b"[" * 50_000])
+@pytest.mark.parametrize(
+    ("conflicts", "reason"),
+    [
+        (5, None),
+        (10_000, "the lease could not be renewed for 2.5 s: the API server found a conflict at each write (409)"),
+    ],
+)
+async def test_a_leader_whose_writes_conflict_leads_for_as_long_as_it_may(
+    join: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, conflicts: int, reason: str | None
+) -> None:
+    first, refused = join("a"), 0
+    await first.until_leading()
+    request_really = first.client.request
+
+    async def request(method: str, path: str, **options: Any) -> Answer:
+        nonlocal refused
+        if method == "PUT" and refused < conflicts:
+            refused += 1
+            return Answer(409, b"{}", None)
+        return await request_really(method, path, **options)
+
+    monkeypatch.setattr(first.client, "request", request)
+    renewed_s = first.lease._renewed_s
+    await eventually(lambda: first.lease._renewed_s > renewed_s or not first.lease.leading)
+    stopped = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
+    assert stopped == ([] if reason is None else [f"no longer leading: {reason}"])
+
+
+@pytest.mark.parametrize("other", [b'{"kind": "Status", "metadata": {}, "status": "Success"}', None])
+async def test_a_success_that_does_not_show_what_was_written_is_no_renewal(
+    server: ApiServer, join: Join, monkeypatch: pytest.MonkeyPatch, other: bytes | None
+) -> None:
+    """A gateway answered in the API server's place, or a cache with the Lease as it was: another may lead by now."""
+    first = join("a")
+    await first.until_leading()
+    body, request_really = other or json.dumps(server.objects[LEASES]["leader"]).encode(), first.client.request
+
+    async def request(method: str, path: str, **options: Any) -> Answer:
+        return Answer(200, body, None) if method == "PUT" else await request_really(method, path, **options)
+
+    monkeypatch.setattr(first.client, "request", request)
+    await eventually(lambda: not first.lease.leading)
+    second = join("b")
+    await second.until_leading()
+    assert first.diary[1:] == [("a", "ends"), ("b", "begins")]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>sign in</html>", b'{"spec": "\xe9"}', b'{"spec": ' + b"[" * 50_000, b"{}", b'{"metadata": {}}'],
+)
 async def test_what_is_no_lease_in_place_of_one_is_none(server: ApiServer, join: Join, body: bytes) -> None:
     async def html(request: Request, reply: Reply) -> None:
         await reply.answer(200, body)
