@@ -29,6 +29,7 @@ from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.objects import UndecodableObject, controller, decode
 from producers.cluster.pods import as_owner
+from topics.topic import UNDECODABLE
 from topics.workloads import Owner
 
 log = logging.getLogger(__name__)
@@ -150,10 +151,10 @@ class OwnerLookup:
         scope = f"/namespaces/{quote(namespace, safe='')}" if kind.namespaced else ""
         path = f"{_base_path(owner.api_version)}{scope}/{kind.plural}/{quote(owner.name, safe='')}"
         answer = await self._api.request("GET", path, headers=_METADATA_ONLY, timeout_s=TIMEOUT_S)
-        if answer.status not in (200, 404):
-            return self._handle_refusal(group, owner, namespace, answer)
-        if answer.status == 404:
+        if answer.status == 404 and says_gone(answer.body, owner.name):
             return self._end_chain(owner, "gone", None)
+        if answer.status != 200:
+            return self._handle_refusal(group, owner, namespace, answer)
         group.failures = 0
         meta = decode(_OBJECT, answer.body).metadata
         if meta.uid != owner.uid:
@@ -223,6 +224,27 @@ class OwnerLookup:
         if len(self._groups) > MOST_GROUPS:
             del self._groups[next(iter(self._groups))]
         return group
+
+
+class _Details(msgspec.Struct):
+    name: str = ""
+
+
+class _NotFound(msgspec.Struct):
+    details: _Details | None = None
+
+
+_not_found = msgspec.json.Decoder(_NotFound)
+
+
+def says_gone(body: bytes, name: str) -> bool:
+    """Whether a 404 says that the object of this name does not exist. A proxy's 404 and that of a resource which is
+    not served at the moment do not."""
+    try:
+        details = _not_found.decode(body).details
+    except UNDECODABLE:
+        return False
+    return details is not None and details.name == name
 
 
 def _base_path(api_version: str) -> str:

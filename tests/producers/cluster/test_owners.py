@@ -70,7 +70,8 @@ class FakeApi(Client):
                 await asyncio.Event().wait()
         finally:
             self.at_once -= 1
-        answer = self.answers.get(path, Answer(404, b"{}", None))
+        gone = {"kind": "Status", "code": 404, "details": {"name": path.rpartition("/")[2]}}
+        answer = self.answers.get(path, Answer(404, json.dumps(gone).encode(), None))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -304,6 +305,27 @@ async def test_a_deleted_owner_stays_in_the_chain(uid: str | None) -> None:
 
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
         assert bench.requests("Deployment", "gone") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>default backend - 404</html>",
+        b"404 page not found",
+        b"[1]",
+        b'{"details": null}',
+        b'{"message": "the server could not find the requested resource", "details": {}}',
+    ],
+)
+async def test_a_404_that_does_not_name_the_owner_is_no_proof_that_it_is_deleted(body: bytes) -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[JOB_PATH] = Answer(404, body, None)
+        assert await bench.chain(JOB) == ["Job/eval-28"]
+        assert (bench.requests("Job", "refused"), bench.requests("Job", "gone")) == (1, 0)
+
+        bench.api.has(JOB_PATH, JOB, CRONJOB)
+        await bench.pass_s(REFUSED_S * 1.3)
+        await eventually(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
 
 
 async def test_an_unknown_kind_ends_the_chain_until_the_api_server_has_it() -> None:
