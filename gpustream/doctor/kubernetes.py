@@ -10,11 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from delivery.kubernetes.client import Client, Unreachable, message
+import msgspec
+
+from delivery.kubernetes.client import Answer, Client, Unreachable, message
 from delivery.kubernetes.credentials import ConfigError
 from gpustream.doctor.situation import Cluster, Json
 from producers.cluster.config import LEASE_NAME
 from producers.settings import GPU_RESOURCES
+from topics.topic import UNDECODABLE
 
 _SELECTOR = {"labelSelector": "app.kubernetes.io/name=gpustream"}
 COMPONENT = "app.kubernetes.io/component"
@@ -41,12 +44,14 @@ class _ApiReader:
         self.refusals: dict[str, str] = {}
 
     async def get(self, kind: str, path: str, params: Mapping[str, str] | None = None) -> Any:
-        """An object; None if the request was refused, or the object does not exist."""
+        """An object; None if the request was refused, or the object does not exist. Raises Unreachable."""
         response = await self._client.request("GET", path, params=params)
         if response.status == 200:
-            return json.loads(response.body)
-        if response.status != 404:
+            return _decoded(response)
+        if response.status == 403:
             self.refusals[kind] = message(response.body)
+        elif response.status != 404:
+            raise _no_answer(response)
         return None
 
     async def items(self, kind: str, path: str, params: Mapping[str, str]) -> list[Json]:
@@ -67,7 +72,7 @@ class _ApiReader:
         return response.body.decode("utf-8", "replace").strip() if response.status == 200 else ""
 
     async def is_allowed(self, account: str, namespace: str, right: tuple[str, str, str], in_namespace: str) -> bool:
-        """Whether a service account has a right. Raises PermissionError if this user may not ask."""
+        """Whether a service account has a right. Raises PermissionError if this user may not ask, and Unreachable."""
         group, resource, verb = right
         spec = {
             "user": f"system:serviceaccount:{namespace}:{account}",
@@ -77,9 +82,23 @@ class _ApiReader:
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
         path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
         response = await self._client.request("POST", path, body=json.dumps(body).encode())
-        if response.status not in (200, 201):
+        if response.status == 403:
             raise PermissionError(message(response.body))
-        return bool(json.loads(response.body)["status"]["allowed"])
+        if response.status not in (200, 201):
+            raise _no_answer(response)
+        return bool((_decoded(response).get("status") or {}).get("allowed"))
+
+
+def _no_answer(response: Answer) -> Unreachable:
+    return Unreachable("cut", f"HTTP {response.status}: {message(response.body)}")
+
+
+def _decoded(response: Answer) -> Json:
+    """The object in an answer. Raises Unreachable if there is none: a proxy answered with a page of its own."""
+    try:
+        return msgspec.json.decode(response.body, type=Json)
+    except UNDECODABLE as error:
+        raise _no_answer(response) from error
 
 
 async def inspect(kubeconfig: Path | None, namespace: str) -> Cluster:

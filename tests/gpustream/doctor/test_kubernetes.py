@@ -1,0 +1,43 @@
+"""The Kubernetes API is read as this user may; whatever is answered in its place, the doctor goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from gpustream.doctor.kubernetes import inspect
+from tests.producers.cluster.api_server import ApiServer, Behaviour, Reply, Request, answers, kubeconfig
+
+
+def whole(body: bytes) -> Behaviour:
+    async def behave(_: Request, reply: Reply) -> None:
+        await reply.answer(200, body)
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [
+        (whole(b"<html>sign in</html>"), "HTTP 200: <html>sign in</html>"),
+        (whole(b""), "HTTP 200: without a word"),
+        (whole(b"null"), "HTTP 200: null"),
+        (answers(302, "elsewhere"), "HTTP 302: elsewhere"),
+        (answers(401, "Unauthorized"), "HTTP 401: Unauthorized"),
+        (answers(503, "etcd is away"), "HTTP 503: etcd is away"),
+    ],
+)
+async def test_what_answers_in_place_of_the_api_is_no_answer(tmp_path: Path, behaviour: Behaviour, error: str) -> None:
+    async with ApiServer() as server:
+        config = tmp_path / "config"
+        config.write_text(kubeconfig(server.url, {}))
+        server.next(*[behaviour] * 99)
+        assert (await inspect(config, "gpustream")).error == error
+
+
+async def test_what_this_user_may_not_see_is_named(tmp_path: Path) -> None:
+    async with ApiServer() as server:
+        config = tmp_path / "config"
+        config.write_text(kubeconfig(server.url, {}))
+        server.next(*[answers(403, "you may not")] * 99)
+        cluster = await inspect(config, "gpustream")
+        assert (cluster.error, set(cluster.refusals.values())) == ("", {"you may not"})
