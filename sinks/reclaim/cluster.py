@@ -179,7 +179,8 @@ def _object(answer: Answer) -> Json | None:
         obj: Json = msgspec.json.decode(answer.body, type=Json)
     except UNDECODABLE as error:
         raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {error}") from error
-    if obj.keys().isdisjoint({"metadata", "items", "preferredVersion"}):  # neither an object, a list nor a group
+    # a Status has no content, and any other answer is an object, a list or a group
+    if obj.get("kind") == "Status" or obj.keys().isdisjoint({"metadata", "items", "preferredVersion"}):
         raise Unreachable("cut", f"HTTP 200 with what is no object of Kubernetes: {message(answer.body)}")
     return obj
 

@@ -358,7 +358,7 @@ async def test_a_right_to_read_that_is_missing_is_named() -> None:
         lambda *_: status(503),
         *[
             lambda *_, body=body: Answer(200, body, None)
-            for body in (b"<html>", b"[1]", b'{"a":"\xff"}', b'{"error":1}')
+            for body in (b"<html>", b"[1]", b'{"a":"\xff"}', b'{"error":1}', b'{"kind":"Status","metadata":{}}')
         ],
     ],
 )
