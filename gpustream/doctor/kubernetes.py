@@ -63,6 +63,8 @@ class _ApiReader:
             objects += page.get("items") or []
             if not (token := page.get("metadata", {}).get("continue")):
                 return objects
+            if token == query.get("continue"):
+                raise Unreachable("cut", f"{path}: all pages of the list name the same next one")
             query["continue"] = token
 
     async def log(self, namespace: str, pod: str, container: str) -> str:

@@ -283,6 +283,8 @@ class Reflector:
                     self._listener.put(bytes(item))
                 if not page.metadata.next_page:
                     return self._complete(page.metadata.version)
+                if page.metadata.next_page == params.get("continue"):  # a cache that ignores the query, for instance
+                    raise Restart("garbage", "a list whose pages all name the same next one", relist=True)
                 params["continue"] = page.metadata.next_page
 
     async def _watch(self) -> Restart:

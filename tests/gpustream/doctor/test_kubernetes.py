@@ -21,6 +21,10 @@ def whole(body: bytes) -> Behaviour:
         (whole(b"<html>sign in</html>"), "HTTP 200: <html>sign in</html>"),
         (whole(b""), "HTTP 200: without a word"),
         (whole(b"null"), "HTTP 200: null"),
+        (
+            whole(b'{"metadata": {"continue": "1"}, "items": []}'),
+            "/api/v1/namespaces/gpustream/pods: all pages of the list name the same next one",
+        ),
         (answers(302, "elsewhere"), "HTTP 302: elsewhere"),
         (answers(401, "Unauthorized"), "HTTP 401: Unauthorized"),
         (answers(503, "etcd is away"), "HTTP 503: etcd is away"),

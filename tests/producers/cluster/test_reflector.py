@@ -519,6 +519,21 @@ async def test_a_server_that_closes_at_once_is_not_queried_in_a_loop(
 
 
 @pytest.mark.slow
+async def test_a_page_that_names_itself_as_the_next_one_is_not_read_in_a_loop(
+    server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def page(request: Request, reply: Reply) -> None:
+        await reply.answer(200, {"metadata": {"resourceVersion": "7", "continue": "1"}, "items": [versioned("a", 3)]})
+
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
+    server.next(answers(422, "sendInitialEvents"), *[page] * 10_000)
+    bench = await start()
+    await asyncio.sleep(2.0)
+    assert 2 <= bench.restarts("garbage") <= 9
+    assert not bench.watch.synced
+
+
+@pytest.mark.slow
 async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
