@@ -25,7 +25,7 @@ from delivery.policies import ALERTS as ALERTS_POLICY
 from delivery.policies import IDLE_AFTER
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
-from streams.alerts.node import Log, Node, PartitionNodes, PendingWrite
+from streams.alerts.node import Node, PartitionNodes, PendingWrite
 from streams.alerts.rules.rule import Rules, has_policy
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
@@ -111,7 +111,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         self._rules, self._partition_count = rules, partitions
         self._policies: set[tuple[str, str]] = set()
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
-        self._group_offsets: dict[tuple[int, bytes], int] = {}  # of the groups written in this epoch
+        self._group_offsets: dict[tuple[int, bytes], int] = {}  # of the latest groups written or read in this epoch
         self._group_lock = asyncio.Lock()  # held while alerts of several GPUs are written or deleted
 
     # -- records
@@ -157,8 +157,8 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         node.policies = policies_of(tick)
         partition.logged_ms = record.timestamp
         node.read_s = self._clocks.monotonic_s()
-        source_log = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition.number in reader.torn)
-        outcome = node.judge(tick, slot, record.timestamp, self._rules, source_log)
+        has_gap = partition.number in reader.torn
+        outcome = node.judge(tick, slot, record.timestamp, self._rules, has_gap=has_gap)
         self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
         if outcome == "new_log":
             message = "gpu.samples was deleted and created again: its new records are judged"
@@ -179,11 +179,14 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 del group_by_key[record.key]
         else:
             group = _decode_grouped(groups.decode_group, record)
-            if record.key not in group_by_key or groups.order(group_by_key[record.key]) <= groups.order(group):
+            known, whose = group_by_key.get(record.key), (number, record.key)
+            if known is None or groups.order(known) <= groups.order(group):
                 group_by_key[record.key] = group
-            elif slot.offset > self._group_offsets.get((number, record.key), -1):
-                # written late, by a worker that had lost the partition: make ours the last one in the topic
-                self._write_tasks.start(self.app, self._write_groups(number, {record.key: group_by_key[record.key]}))
+                if known is None or groups.order(known) < groups.order(group):
+                    self._group_offsets[whose] = slot.offset
+            elif slot.offset > self._group_offsets.get(whose, -1):
+                # written late, by a worker that had lost the partition: make the latest the last one in the topic
+                self._write_tasks.start(self.app, self._write_again(number, record.key, self.app.reader.ledger.epoch))
 
     async def _update_groups(self, number: int, batch: Batch) -> None:
         """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
@@ -233,6 +236,17 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         for key, ack in ack_by_key.items():
             if ack.exception() is None:
                 self._group_offsets[number, key] = ack.result()
+
+    async def _write_again(self, number: int, key: bytes, epoch: int) -> None:
+        """Write a group again, as it is now. If a later one is read meanwhile, write that too."""
+        async with self._group_lock:
+            written: AlertGroup | None = None
+            while epoch == self.app.reader.ledger.epoch:
+                group = self._groups.get(number, {}).get(key)
+                if group is None or group is written:
+                    return
+                await self._write_groups(number, {key: group})
+                written = group
 
     async def _delete_groups(self, number: int, epoch: int) -> None:
         """Delete the groups that have been over for a week, and their alerts. Of a workload that still holds GPUs the

@@ -42,13 +42,6 @@ Attribution holds a sample for a few seconds; what it does not attribute for lon
 _replace = msgspec.structs.replace
 
 
-class Log(NamedTuple):
-    """The partition that ticks are read from: its end at the assignment, and whether ticks were deleted unread."""
-
-    end: int
-    has_gap: bool
-
-
 class PendingWrite(NamedTuple):
     """The records of alerts, in their order, and the state to write after these are acknowledged."""
 
@@ -104,15 +97,16 @@ class Node:
         elif not is_own_write and self.current is not None and order(state) <= order(self.current):
             self.stale = not self._unread_writes
 
-    def judge(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, log: Log) -> Outcome:
-        """Judge a tick that was read, and keep its slot open or let it finish."""
+    def judge(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, *, has_gap: bool) -> Outcome:
+        """Judge a tick that was read, and keep its slot open or let it finish. ``has_gap``: ticks were deleted unread.
+
+        All ticks at or before the position of the state are replays, unless gpu.attributed was created again.
+        """
         log_position = LogPosition(slot.offset, logged_ms)
         is_first_tick, self.awaits_first_tick = self.awaits_first_tick, False
         outcome: Outcome = "judged"
         state = machine.initial_state(tick, log_position) if self.current is None else self.current
-        if is_first_tick and self.current is not None and state.position >= log.end:  # the log was created again
-            state = _replace(state, generation=state.generation + 1, silent=True)
-        elif self.current is not None:
+        if self.current is not None:
             verdict = replays.verdict(last_tick(state), tick)
             if verdict == "replay":
                 is_last_tick = tick.offset == state.offset and not self.open_slots
@@ -120,7 +114,9 @@ class Node:
                 return "replayed"
             if verdict == "new_log":  # gpu.samples was created again
                 outcome, state = "new_log", _replace(state, generation=state.generation + 1)
-            elif is_first_tick and not state.silent and not log.has_gap:
+            elif slot.offset <= state.position:  # gpu.attributed was created again
+                state = _replace(state, generation=state.generation + 1)
+            elif is_first_tick and not state.silent and not has_gap:
                 self.current = machine.after_tick(state, tick, log_position, state.memory)
                 self.open_slots.append(slot)
                 return "resumed"

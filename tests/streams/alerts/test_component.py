@@ -226,6 +226,20 @@ async def test_if_only_the_samples_topic_was_created_again_its_ticks_go_on(resta
     assert successor.total("ticks_total", "new_log") == 0
 
 
+async def test_a_state_that_a_worker_wrote_after_it_had_lost_the_partition_begins_no_new_log() -> None:
+    stopped = await having_read(range(300), HOT)
+    broker = stopped.broker
+    successor = await working(broker)
+    write(broker, range(300, 640), HOT)
+    await stopped.live()
+    await successor.read(STATE)
+    await successor.live()
+    await next_read(successor, range(640, 1000), COOL)
+    assert {state.generation for state in states(broker)} == {0}
+    assert successor.total("ticks_total", "replayed") == 601
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
+
+
 async def test_an_older_state_that_another_worker_wrote_late_is_overwritten() -> None:
     worker = await having_read(range(700), HOT)
     broker = worker.broker
@@ -726,6 +740,21 @@ async def test_a_group_is_later_than_those_before_the_topic_of_reports_was_creat
     assert [(alert.state, alert.revision, alert.idle) for alert in broker.alerts()] == [
         ("firing", 0, 1), ("firing", 1, 2), ("firing", 2, 1), ("resolved", 2, 1)
     ]  # fmt: skip
+
+
+async def test_a_group_that_was_written_again_before_a_later_one_was_read_is_followed_by_the_later_one() -> None:
+    first = await grouping(30)
+    groups = first.broker.logs[GROUPS]
+    for _ in range(4):
+        await first.read(MEMBERS, count=1)
+    latest = groups[3]
+    groups[:] = [groups[1], groups[0], latest]
+    first.commit()
+    second = await working(first.broker, SOON_RULES)
+    await second.read(GROUPS, count=2)
+    assert len(groups) == 4
+    await second.read(GROUPS)
+    assert groups[-1] == latest
 
 
 async def test_reports_that_were_read_before_the_partition_went_are_left_to_its_next_worker() -> None:
