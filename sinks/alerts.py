@@ -72,10 +72,10 @@ class Transitions:
         return self._last.get(alert.fingerprint) == (milliseconds(alert.starts_at), alert.is_open, alert.revision)
 
     def update(self, record: Record, alert: Alert | None) -> None:
-        """Set the newest state by a record. None: its alert was deleted from the topic."""
+        """Set the newest state by a record, unless it repeats an earlier one. None: its alert was deleted."""
         if alert is None:
             self._last.pop(key_of(record), None)
-        else:
+        elif self.is_news(alert):
             self._last[alert.fingerprint] = milliseconds(alert.starts_at), alert.is_open, alert.revision
 
     def clear(self) -> None:

@@ -72,6 +72,15 @@ def test_a_transition_is_news_once() -> None:
     assert not transitions.is_news(firing), "it is over, and does not fire again with the same start"
 
 
+def test_transitions_that_are_written_again_after_a_crash_are_no_news_any_of_them() -> None:
+    transitions, all_of_them = Transitions(), (alert(), alert(revision=1), alert(ends_ms=START_MS + 5, revision=1))
+    for transition in all_of_them:
+        transitions.update(alert_record(transition), transition)
+    for transition in all_of_them:
+        assert not transitions.is_news(transition)
+        transitions.update(alert_record(transition), transition)
+
+
 @pytest.mark.parametrize("starts_ms", [START_MS + 60_000, START_MS - 60_000])
 def test_an_alert_that_fires_again_is_news_by_whichever_clock(starts_ms: int) -> None:
     transitions = Transitions()
