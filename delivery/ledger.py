@@ -81,6 +81,11 @@ class Ledger:
         """Every partition's :meth:`position`."""
         return dict(self._prefix)
 
+    def last_unfinished(self, tp: Partition) -> int:
+        """The offset of the last record that was read and may not be finished; -1 if all are."""
+        window = self._windows.get(tp)
+        return window[-1].offset if window else -1
+
     def admit(self, tp: Partition, offset: int, size: int) -> Slot:
         """Open a slot for a record of an assigned partition, at or after the expected offset."""
         slot = Slot(tp, offset, self.epoch, size)

@@ -19,7 +19,8 @@ class Ends(NamedTuple):
 class CaughtUp:
     """For how long one partition has been read to its end without a break.
     ``newest`` is the greatest offset of the samples that its records were made of. If no sample has come for
-    ``no_samples_s`` the nodes are silent, whether or not the last samples were attributed."""
+    ``no_samples_s`` the nodes are silent, whether or not the last samples were attributed. ``handled`` is the offset of
+    the last record that the worker has handled."""
 
     def __init__(self, no_samples_s: float = inf) -> None:
         self.newest = -1
@@ -32,6 +33,7 @@ class CaughtUp:
         """The partition is read again, from the last commit. Ticks before that do not come again: ``newest`` stays."""
         self._ends: deque[Ends] = deque(maxlen=_MAX_ENDS)
         self._since_s, self._until_s = inf, -inf
+        self.handled = -1
 
     def attributed(self, offset: int, *, new_log: bool = False) -> None:
         """The record that was made of the sample at this offset was read. ``new_log``: gpu.samples was created
@@ -44,11 +46,14 @@ class CaughtUp:
         if ends.samples_end != self._samples_end:
             self._samples_end, self._samples_end_since_s = ends.samples_end, ends.asked_s
 
-    def read(self, position: int) -> None:
-        """The partition was read to this position, and so to each end that is not above it.
+    def read(self, position: int, last_unfinished: int = -1) -> None:
+        """The partition was read to this position, and so to each end that is not above it. While a record that was
+        read waits to be handled, no end counts.
         An end does not count while a sample before it is not attributed: if the attribution stream stands still, the
         nodes are not silent. It counts if no sample has come since for long: a last sample that was dead-lettered, or
         that retention deleted, is never attributed."""
+        if last_unfinished > self.handled:
+            return
         while self._ends and position >= self._ends[0].end:
             samples_end = self._ends[0].samples_end
             still_come = self._ends[-1].asked_s - self._samples_end_since_s < self._no_samples_s

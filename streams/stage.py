@@ -251,6 +251,7 @@ class NodeWorker(ABC, Generic[P]):
             except Malformed as error:
                 await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
         if topic == ATTRIBUTED:
+            partition.caught_up.handled = batch[-1][0].offset
             self.close_silent(partition)
 
     def _partition(self, number: int) -> P:

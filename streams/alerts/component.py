@@ -353,11 +353,12 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
     def check_partition(self, number: int) -> None:
         """Judge which nodes of a partition are quiet or silent, by how far it was read, and delete what is over."""
-        position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
+        ledger, tp = self.app.reader.ledger, Partition(ATTRIBUTED, number)
+        position = ledger.expected(tp)
         if position is None:
             return
         partition = self._partition(number)
-        partition.caught_up.read(position)
+        partition.caught_up.read(position, ledger.last_unfinished(tp))
         self.close_silent(partition)
         for node in partition.judge_silent(self._rules, self._clocks.now_ms()):
             self._write_and_finish(partition, node)

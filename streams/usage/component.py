@@ -253,11 +253,12 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     def check_partition(self, number: int) -> None:
         """Close the windows that the next record of the partition would close. Write the books of nodes that have kept
         ticks for too long, or whose last books in the topic are another worker's."""
-        position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
+        ledger, tp = self.app.reader.ledger, Partition(ATTRIBUTED, number)
+        position = ledger.expected(tp)
         if position is None:
             return
         partition, now_s = self._partition(number), self._clocks.monotonic_s()
-        partition.caught_up.read(position)
+        partition.caught_up.read(position, ledger.last_unfinished(tp))
         age_s = now_s - partition.caught_up.until_s
         if age_s < FORGET_MS / 1000:
             self._pass_time(partition, self._clocks.now_ms() - round(age_s * 1000) - LEADERS_APART_MS)

@@ -1,5 +1,6 @@
 """Whatever is killed and however the ticks are batched, the same records are written, byte for byte."""
 
+import asyncio
 from random import Random
 from typing import Any
 
@@ -275,6 +276,33 @@ def test_a_worker_that_read_its_successors_books_before_it_lost_the_partition_go
         ticks(broker, 200, 300)
         await stopped.start()
         await stopped.live()
+        return broker
+
+    broker = run(lived())
+    assert counted(broker, MINUTES.name) == counted(run(undisturbed(copied(broker))), MINUTES.name)
+
+
+def test_the_clock_closes_nothing_while_ticks_that_were_read_wait_for_earlier_writes() -> None:
+    async def lived() -> Broker:
+        broker = Broker()
+        for at_s in range(0, 66, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        worker.clocks.started_ms = START_MS + 1_800_000
+        await worker.start()
+        await worker.live()
+        for at_s in range(70, 1800, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
+        worker.sender.holding = True
+        await worker.read(ATTRIBUTED, count=20)
+        await worker.start()
+        handling = asyncio.create_task(worker.stage.handle(worker.fetch(ATTRIBUTED)))
+        await worker.wait(60)
+        assert not handling.done()
+        worker.sender.holding = False
+        worker.sender.land()
+        await handling
+        await settle()
         return broker
 
     broker = run(lived())
