@@ -33,7 +33,7 @@ from producers.node.jobs import Evidence, KnownJobs, cache_put, slurm_job
 from producers.node.worker import ran_within
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
-ENVIRON_WITHIN_S = 0.1  # the kernel waits for the lock of the process's memory, which a process that hangs may hold
+ENVIRON_WITHIN_S = 0.5  # the kernel waits for the lock of the process's memory, which a process that hangs may hold
 ADOPTED_WITHIN_S = 10.0  # a process without an owner is read again after this: a batch system may adopt it
 ENDED_WITHIN_S = 10.0  # for this long the id of an ended process still belongs to it
 _MAX_OVERDUE = 4  # environments that do not come: each keeps a thread until it does
