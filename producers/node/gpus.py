@@ -335,17 +335,18 @@ class LostGpus:
         """The devices of each missing GPU, with the index that it had. ``present`` are the devices that answer.
 
         A driver gives the index and minor number of a missing GPU to another one. A missing device is reported without
-        a number that another device has now.
+        a number that another device has now, or had later than it.
         """
         if not self._missing:
             return []
         taken = {(key, device[key]) for device in present for key in _NUMBER_KEYS if key in device}
         devices_by_index = []
-        for identities in self._missing.values():
+        for identities in reversed(self._missing.values()):  # of two with one number, the one that had it last keeps it
             devices = [
                 {key: value for key, value in device.items() if not (key in _NUMBER_KEYS and (key, value) in taken)}
                 for device in without_values(identities, state)
             ]
+            taken |= {(key, identities[0][key]) for key in _NUMBER_KEYS if key in identities[0]}
             devices_by_index.append((identities[0]["index"], devices))
         return devices_by_index
 

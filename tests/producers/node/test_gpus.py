@@ -593,6 +593,23 @@ async def test_a_gpu_that_has_disappeared_is_reported_as_lost(quick: Bench) -> N
     assert quick.gpus.not_ready() == []
 
 
+async def test_of_two_lost_gpus_that_had_one_index_only_the_later_one_has_it(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.run()
+    states = dict(OK)
+    for lost, new in (("GPU-1", "GPU-a"), ("GPU-2", "GPU-b")):
+        quick.nvml.gpus.pop(1).error = binding.GPU_IS_LOST  # GPU-2 had taken over the index of GPU-1 by then
+        quick.nvml.gpus.append(FakeDevice(new))
+        states |= {lost: "lost", new: "ok"}
+        await quick.until_states(states)
+    quick.nvml.gpus[:] = [FakeDevice("GPU-c")]
+    await quick.until_states({**dict.fromkeys(states, "lost"), "GPU-c": "ok"})
+    indexes = {device["uuid"]: device.get("index") for device in await quick.read()}
+    assert indexes == {"GPU-c": 0, "GPU-0": None, "GPU-1": None, "GPU-2": None, "GPU-a": 1, "GPU-b": 2}
+
+
 async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_back_when_it_comes_back(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
