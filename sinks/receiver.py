@@ -17,6 +17,7 @@ after the current attempt, and the receiver may or may not have the request then
 
 import asyncio
 import base64
+import contextlib
 import logging
 import math
 import random
@@ -45,6 +46,7 @@ MAX_RETRY_AFTER_S = 300.0
 BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 15.0
 _TEXT_BYTES = 16 * 1024
+_TEXT_S = 5.0
 _LINE_CHARACTERS = 300
 _CHECK_EVERY_S = 1.0
 
@@ -106,9 +108,15 @@ class Http:
                 allow_redirects=False,
             ) as response:
                 text = b""
-                async for chunk in response.content.iter_any():
-                    text += chunk[: _TEXT_BYTES - len(text)]
-                return Reply(response.status, text.decode("utf-8", "replace"), response.headers)
+                with contextlib.suppress(TimeoutError):  # the status is the answer, however slow the text is
+                    async with asyncio.timeout(_TEXT_S):
+                        async for chunk in response.content.iter_any():
+                            text += chunk
+                            if len(text) >= _TEXT_BYTES:
+                                break
+                return Reply(response.status, text[:_TEXT_BYTES].decode("utf-8", "replace"), response.headers)
+        except aiohttp.ClientResponseError as error:  # its own text has the URL, whose path may be a secret
+            return Reply(0, _line(f"{type(error).__name__}: {error.status}, {error.message}"))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return Reply(0, _line(f"{type(error).__name__}: {error}").strip(": "))  # what is no HTTP may be long
 

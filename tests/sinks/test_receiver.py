@@ -274,16 +274,19 @@ def test_an_encrypted_key_is_an_error_and_nobody_is_asked_for_its_password(tmp_p
     assert credentials.current()[1] is not None
 
 
-async def test_an_answer_that_is_no_http_is_named_in_one_short_line() -> None:
+@pytest.mark.parametrize("times", [1, 300])
+async def test_an_answer_that_is_no_http_is_named_in_one_short_line_without_the_path(times: int) -> None:
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0-OpenSSH_9.2 " * 300 + b"\r\n")
+        writer.write(b"SSH-2.0-OpenSSH_9.2 " * times + b"\r\n")
         writer.close()
 
     server, http = await asyncio.start_server(talk, "127.0.0.1", 0), Http(HttpSettings())
     async with server:
-        reply = await http.post(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"body", {})
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/secret?token=secret"
+        reply = await http.post(url, b"body", {})
     await http.close()
     assert reply.status == 0
     assert "Bad status line" in reply.text
+    assert "secret" not in reply.text
     assert "\n" not in reply.text
     assert len(reply.text) <= 300

@@ -129,6 +129,25 @@ async def test_an_endless_answer_is_cut() -> None:
         assert len((await client.post(b"", "1.0")).text) <= 16 * 1024
 
 
+@pytest.mark.parametrize("part", [b"x" * 100_000, b"x"], ids=["endless", "slow"])
+async def test_an_answer_whose_text_does_not_end_has_its_status(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=400)
+        await response.prepare(request)
+        while not ended.is_set():
+            await response.write(part)
+            await asyncio.sleep(0.01)
+        return response
+
+    ended = asyncio.Event()
+    monkeypatch.setattr(module, "_TEXT_S", 0.1)
+    async with receiving(handle, request_timeout_s=20.0) as client:
+        answer = await asyncio.wait_for(client.post(b"", "1.0"), 10)
+        ended.set()
+    assert answer.status == 400
+    assert answer.text.startswith("x")
+
+
 async def test_an_answer_in_several_parts_is_read_to_its_end_or_to_a_limit() -> None:
     async def handle(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=400)
