@@ -9,7 +9,7 @@
 | 429 that names a limit of series | refused |
 | 429 that names a limit of bursts, and the request is above it | too large |
 | 500 | retried, and refused after 5 in a row while other requests are accepted |
-| 401, 403, 404, 405, 407, 410, 3xx | the receiver refuses everything: wait, and probe it with a small request |
+| 401, 403, 404, 405, 407, 410, 3xx | likewise; if no others are accepted, it refuses everything: wait, and probe it |
 | 413 | too large: sent in halves, and the size is remembered |
 | any other 4xx | refused |
 

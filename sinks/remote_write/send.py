@@ -36,7 +36,7 @@ Post = Callable[[bytes, Protocol], Awaitable[Answer]]
 WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 
 SERVER_ERRORS = 5
-"""After this many answers of 500 in a row, while others are accepted, the request itself is to blame."""
+"""After this many answers of 500, 401, 403 and so on in a row, while others are accepted, the request is to blame."""
 
 _COUNT = re.compile(r"[0-9]{1,18}")
 _BACKOFF_FIRST_S = 0.2
@@ -135,15 +135,18 @@ class RemoteWriteSender:
         body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self.accepted
         unanswered = False
         while True:
-            if self._holding:
-                await self._hold(groups, abandon)
+            await self._hold(groups, abandon)
             if not body or protocol != self.protocol:
                 protocol = self.protocol
                 body = self._encode(groups, protocol)
+            accepted_until_now = self.accepted
             answer, means = await self._attempt(body, protocol, samples_of(groups))
             if means == "accepted":
                 self._newest = groups[-1:]
                 return None
+            said = answer.said + _HINTS.get(answer.status, "")
+            if means == "misconfigured" and await self.accepts_anything(groups, accepted_until_now, said, abandon):
+                means = "server-error"  # something before the receiver objects to this request
             errors = errors + 1 if means == "server-error" else 0
             if errors == SERVER_ERRORS and self.accepted == accepted_before:
                 accepts_others = self._newest and await self._probe(self._newest, 0)
@@ -155,9 +158,8 @@ class RemoteWriteSender:
                 self._fall_back(answer)
                 if answer.status >= 400:
                     await self.accepts_anything(groups, self.accepted, answer.said, abandon)
-            elif means in {"not-2.0", "misconfigured"}:
-                hint = _NOT_2_0 if means == "not-2.0" else _HINTS.get(answer.status, "")
-                self._begin_hold(answer.said + hint)
+            elif means == "not-2.0":
+                self._begin_hold(answer.said + _NOT_2_0)
             else:
                 unanswered = True
                 await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)

@@ -108,14 +108,16 @@ async def test_500_is_tried_again_while_nothing_says_that_the_receiver_is_well()
     assert len(script.asked) == 4 * SERVER_ERRORS + 1
 
 
-async def test_500_is_the_requests_fault_if_the_receiver_still_takes_what_it_took_last() -> None:
+@pytest.mark.parametrize(("status", "reason"), [(500, "server_error"), (403, "rejected"), (302, "rejected")])
+async def test_it_is_the_requests_fault_if_the_receiver_still_takes_what_it_took_last(status: int, reason: str) -> None:
     async def poisoned(body: bytes, _: Protocol) -> Answer:
         names = {dict(received_sample.labels)["__name__"] for received_sample in read_v1(unsnappy(body))}
-        return Answer(500, "panic") if "poison" in names else Answer(204)
+        return Answer(status, "panic") if "poison" in names else Answer(204)
 
     to = transmitter(poisoned)
     await send(to, [group("good")])
-    assert (await send(to, [group("poison")])).reason == "server_error"
+    assert (await send(to, [group("poison")])).reason == reason
+    assert to.failing is None
 
 
 async def test_500_is_the_receivers_fault_if_it_takes_nothing() -> None:
