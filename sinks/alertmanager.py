@@ -15,6 +15,7 @@ Source: api/v2/openapi.yaml (postableAlert), and alert/alert.go (Validate) of Al
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -79,6 +80,9 @@ FINGERPRINT = "gpustream_fingerprint"
 
 HOLD_RESENDS = 4
 """An open alert ends by itself if it is not sent for that many times ``--resend``."""
+
+RECOVERED_EVERY_S = 10.0
+"""How often all alerts are sent at most because the Alertmanager answers again: it may have forgotten them."""
 
 RESOLVED_FOR_MS = 15 * 60_000
 """How long the end of an alert is sent, as Prometheus does, for an Alertmanager that was away when it ended."""
@@ -183,7 +187,7 @@ class Notifier:
         first_s: float = BACKOFF_FIRST_S,
     ) -> None:
         self.receiver = Receiver(
-            url.rstrip("/") + ALERTS_PATH, post, COMPONENT, instruments, first_s=first_s, on_recovery=self._all_due
+            url.rstrip("/") + ALERTS_PATH, post, COMPONENT, instruments, first_s=first_s, on_recovery=self._recovered
         )
         self.turn = asyncio.Lock()
         self._settings = settings
@@ -195,6 +199,7 @@ class Notifier:
         self._partitions: dict[ActiveAlerts, asyncio.Event] = {}
         self._due: set[ActiveAlerts] = set()
         self._wake = asyncio.Event()
+        self._all_sent_s, self._next_s = -math.inf, time.monotonic() + settings.resend_s
         self._refused: set[str] = set()
 
     def watch(self, active: ActiveAlerts, abandon: asyncio.Event) -> None:
@@ -240,13 +245,11 @@ class Notifier:
 
     async def resend(self) -> None:
         """Send the active alerts periodically, until cancelled."""
-        next_s = time.monotonic() + self._settings.resend_s
         while True:
             try:
-                async with asyncio.timeout(next_s - time.monotonic()):
+                async with asyncio.timeout(self._next_s - time.monotonic()):
                     await self._wake.wait()
             except TimeoutError:
-                next_s = time.monotonic() + self._settings.resend_s
                 self._all_due()
             self._wake.clear()
             due, self._due = self._due, set()
@@ -267,14 +270,21 @@ class Notifier:
         except Abandoned:
             self._partitions.pop(active, None)
 
+    def _recovered(self) -> None:
+        """Let all active alerts be sent soon. One that fails now and then would get them without end, if that was at
+        once each time."""
+        self._next_s = min(self._next_s, self._all_sent_s + RECOVERED_EVERY_S)
+        self._wake.set()
+
     def _all_due(self) -> None:
         """Let all active alerts be sent. What was refused and is not active any more says nothing of the receiver."""
+        self._all_sent_s = time.monotonic()
+        self._next_s = self._all_sent_s + self._settings.resend_s
         self._partitions = {active: abandon for active, abandon in self._partitions.items() if not abandon.is_set()}
         self._refused = {alert.fingerprint for active in self._partitions for alert in active.states(self._refused)}
         if len(self._refused) < _REFUSES_EVERYTHING:
             self.receiver.refuses_all(None)
         self._due.update(self._partitions)
-        self._wake.set()
 
 
 class _AlertmanagerRecord(NamedTuple):

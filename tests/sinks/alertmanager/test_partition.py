@@ -192,12 +192,22 @@ async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_reported() -
     assert setup.ends() == {"delivered": 2}
 
 
+async def test_an_alertmanager_that_fails_now_and_then_is_not_sent_all_that_is_open_each_time() -> None:
+    setup = Setup(FakeAlertmanager())
+    async with setup.resending():
+        await setup.deliver(records(firing("a")))
+        setup.manager.script = [503, 200] * 20
+        await setup.deliver(records(firing("b"), first=1))
+        await eventually(lambda: len(setup.manager.requests) >= 5)
+        await asyncio.sleep(0.2)
+    assert [request.status for request in setup.manager.requests] == [200, 503, 200, 503, 200]
+
+
 async def test_no_older_state_arrives_after_a_newer_one() -> None:
     setup = Setup(FakeAlertmanager())
     setup.partition.recall(records(firing("a")))
     async with setup.resending():
         await setup.partition.quiet(setup.abandon)
-        await eventually(lambda: setup.value("resent_total") == 1)
         setup.manager.hold.clear()
         setup.notifier._all_due()
         await eventually(lambda: setup.manager.under_way == 1)
