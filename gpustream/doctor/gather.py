@@ -255,15 +255,15 @@ async def query_prometheus(url: str) -> Prometheus:
             flags = await _api(session, base, "status/flags")
             rules = await _api(session, base, "rules")
             reloads = await _instant(session, base, "prometheus_config_last_reload_successful")
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        broken = {
+            str(rule.get("name")): str(rule.get("lastError"))
+            for group in (rules or {}).get("groups") or []
+            for rule in group.get("rules") or []
+            if rule.get("health") == "err"
+        }
+    except (aiohttp.ClientError, TimeoutError, ValueError, ArithmeticError, LookupError, TypeError) as error:
         return Prometheus(_without_password(base), {}, describe(error))
     accepts_remote_write = flags.get("web.enable-remote-write-receiver") if flags else None
-    broken = {
-        str(rule.get("name")): str(rule.get("lastError"))
-        for group in (rules or {}).get("groups", [])
-        for rule in group.get("rules", [])
-        if rule.get("health") == "err"
-    }
     return Prometheus(
         _without_password(base),
         newest_ms,

@@ -66,6 +66,29 @@ async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServe
     assert "secret" not in repr((component, await query_prometheus(away)))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"result": [], "groups": None},
+        {"result": [], "groups": [{"name": "x", "rules": None}]},
+        {"result": [{"metric": {}, "value": []}]},
+        {"result": [{"metric": {}, "value": [0, "+Inf"]}]},
+        {"result": None},
+        None,
+    ],
+)
+async def test_what_prometheus_answers_does_not_end_the_doctor(data: object) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"status": "success", "data": data})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as odd:
+        prometheus = await query_prometheus(str(odd.make_url("/")))
+    assert prometheus.newest_ms == {}
+    assert prometheus.broken_rules == {}
+
+
 async def test_a_component_that_hangs_does_not_make_this_machines_clock_look_behind(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
