@@ -117,6 +117,8 @@ class Http:
                 return Reply(response.status, text[:_TEXT_BYTES].decode("utf-8", "replace"), response.headers)
         except aiohttp.ClientResponseError as error:  # its own text has the URL, whose path may be a secret
             return Reply(0, _line(f"{type(error).__name__}: {error.status}, {error.message}"))
+        except aiohttp.InvalidURL:
+            return Reply(0, "InvalidURL: not an address: look at the ports in --url and in HTTPS_PROXY")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return Reply(0, _line(f"{type(error).__name__}: {error}").strip(": "))  # what is no HTTP may be long
 

@@ -290,3 +290,13 @@ async def test_an_answer_that_is_no_http_is_named_in_one_short_line_without_the_
     assert "secret" not in reply.text
     assert "\n" not in reply.text
     assert len(reply.text) <= 300
+
+
+async def test_a_proxy_whose_address_is_none_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://user:secret@proxy:port")
+    http = Http(HttpSettings())
+    reply = await http.post("https://receiver.example/", b"body", {})
+    await http.close()
+    assert reply.status == 0
+    assert "HTTPS_PROXY" in reply.text
+    assert "secret" not in reply.text
