@@ -32,7 +32,7 @@ from sinks import outcomes, receiver
 from sinks.alerts import Transitions, batches, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
-from sinks.receiver import BACKOFF_FIRST_S, Http, Post, Receiver, Request
+from sinks.receiver import BACKOFF_FIRST_S, MISCONFIGURED, Http, Post, Receiver, Request
 from sinks.settings import ALERTS_PATH, AlertmanagerSettings
 from topics.alerts import TOPIC, Alert
 
@@ -187,7 +187,13 @@ class Notifier:
         first_s: float = BACKOFF_FIRST_S,
     ) -> None:
         self.receiver = Receiver(
-            url.rstrip("/") + ALERTS_PATH, post, COMPONENT, instruments, first_s=first_s, on_recovery=self._recovered
+            url.rstrip("/") + ALERTS_PATH,
+            post,
+            COMPONENT,
+            instruments,
+            first_s=first_s,
+            on_recovery=self._recovered,
+            empty=Request(b"[]", _HEADERS),
         )
         self.turn = asyncio.Lock()
         self._settings = settings
@@ -234,7 +240,10 @@ class Notifier:
         def current_request() -> Request:
             return request(alerts, datetime.now(UTC), self._settings.resend_s, self._settings.generator_url)
 
-        reason = await self.receiver.send(current_request, abandon) if alerts else None
+        if not alerts:
+            return {}
+        most = 1 if alerts[0].fingerprint in self._refused else MISCONFIGURED
+        reason = await self.receiver.send(current_request, abandon, most_misconfigured=most)
         if reason is None:
             return {}
         if len(alerts) == 1:
@@ -285,6 +294,7 @@ class Notifier:
         if len(self._refused) < _REFUSES_EVERYTHING:
             self.receiver.refuses_all(None)
         self._due.update(self._partitions)
+        self._wake.set()
 
 
 class _AlertmanagerRecord(NamedTuple):

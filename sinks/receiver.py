@@ -7,7 +7,7 @@ status 0. :class:`Receiver` sends a request of alerts by this policy:
 |---|---|
 | 2xx | accepted |
 | none, 408, 425, 429, 5xx | retried for as long as it takes, after `Retry-After` |
-| 1xx, 3xx, 401, 403, 404, 405, 407, 410 | likewise: the configuration is wrong, not the request |
+| 1xx, 3xx, 401, 403, 404, 405, 407, 410 | likewise: the configuration is wrong, unless an empty request is accepted |
 | any other 4xx | refused; but retried once so many in a row are refused that the receiver refuses everything |
 
 State: the current credentials from their files; which requests are being retried, and why.
@@ -44,6 +44,9 @@ Meaning = Literal["accepted", "refused", "again", "misconfigured"]
 
 MAX_RETRY_AFTER_S = 300.0
 BACKOFF_FIRST_S = 0.2
+MISCONFIGURED = 5
+"""See :meth:`Receiver.send`."""
+
 _BACKOFF_MAX_S = 15.0
 _TEXT_BYTES = 16 * 1024
 _TEXT_S = 5.0
@@ -244,7 +247,8 @@ class Receiver:
     """The receiver at one URL. At most ``at_once`` attempts are in flight.
 
     After ``most_refused`` refusals in a row, a refused request is retried, until one is accepted. ``on_recovery`` is
-    called when the receiver answers again. ``first_s``: the first wait before a retry.
+    called when the receiver answers again. ``first_s``: the first wait before a retry. ``empty``: a request that says
+    nothing, which tells a wrong configuration from a proxy that objects to what is in a request.
     """
 
     def __init__(
@@ -258,11 +262,13 @@ class Receiver:
         most_refused: float = math.inf,
         first_s: float = BACKOFF_FIRST_S,
         on_recovery: Callable[[], None] = lambda: None,
+        empty: Request | None = None,
     ) -> None:
         self.name = _address(url)
         self._url, self._post, self._instruments, self._prefix = url, post, instruments, f"gpustream_{component}"
         self._slots = asyncio.Semaphore(at_once)
         self._most_refused, self._first_s, self._on_recovery = most_refused, first_s, on_recovery
+        self._empty = empty
         self._refused_in_a_row = 0
         self._retried: dict[object, str] = {}
         self._has_failed = False
@@ -273,12 +279,15 @@ class Receiver:
         """Why requests are retried, or everything is refused; None otherwise, as when what was retried is abandoned."""
         return next(reversed(self._retried.values()), None)
 
-    async def send(self, request: Callable[[], Request], abandon: asyncio.Event) -> str | None:
+    async def send(
+        self, request: Callable[[], Request], abandon: asyncio.Event, *, most_misconfigured: int = MISCONFIGURED
+    ) -> str | None:
         """Send until it is accepted (None) or refused (the reason). Raises Abandoned.
 
-        ``request`` is called for each attempt, because a request may contain how late it is.
+        ``request`` is called for each attempt, because a request may contain how late it is. ``most_misconfigured``:
+        from so many answers in a row that the configuration is wrong, an empty request is sent, to see whether it is.
         """
-        attempt, key = 0, object()
+        attempt, misconfigured, key = 0, 0, object()
         try:
             while not abandon.is_set():
                 reply = await self._attempt(request)
@@ -288,6 +297,9 @@ class Receiver:
                 if means == "accepted":
                     self._refused_in_a_row = 0
                     return self._answered(key, None)
+                misconfigured = misconfigured + 1 if means == "misconfigured" else 0
+                if misconfigured >= most_misconfigured and await self._accepts_empty():
+                    means = "refused"
                 self._refused_in_a_row += means == "refused"
                 if means == "refused" and self._refused_in_a_row <= self._most_refused:
                     return self._answered(key, text)
@@ -297,6 +309,11 @@ class Receiver:
             raise Abandoned
         finally:
             self._note(key, None)
+
+    async def _accepts_empty(self) -> bool:
+        """Whether an empty request is accepted. Then a proxy objects to what is in the others."""
+        empty = self._empty
+        return empty is not None and meaning((await self._attempt(lambda: empty)).status) == "accepted"
 
     async def _attempt(self, request: Callable[[], Request]) -> Reply:
         async with self._slots:

@@ -208,6 +208,7 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
     setup.partition.recall(records(firing("a")))
     async with setup.resending():
         await setup.partition.quiet(setup.abandon)
+        await eventually(lambda: setup.value("resent_total") == 1)
         setup.manager.hold.clear()
         setup.notifier._all_due()
         await eventually(lambda: setup.manager.under_way == 1)
@@ -241,6 +242,23 @@ async def test_a_refused_alert_is_a_dead_letter_and_the_others_are_in(caplog: py
     assert setup.ends() == {"delivered": 6, "dead_lettered": 2}
     assert setup.errors() == ["am:1: HTTP 400: said"] * 2
     assert setup.value("refused_total") == 2
+
+
+async def test_an_alert_that_a_proxy_forbids_is_a_dead_letter_and_the_others_are_in() -> None:
+    setup = Setup(FakeAlertmanager())
+    setup.manager.default_status = lambda body: 403 if b"bad" in body else 200
+    await setup.deliver(records(firing("a"), firing("bad"), firing("b")))
+    assert setup.manager.firing() == {"a", "b"}
+    assert setup.ends() == {"delivered": 2, "dead_lettered": 1}
+    assert setup.errors() == ["am:1: HTTP 403: said"]
+    setup.manager.requests.clear()
+    await asyncio.wait_for(setup.notifier.resend_now(setup.partition._active), 10)
+    assert [(request.status, request.body.count(b"alertname")) for request in setup.manager.requests] == [
+        (200, 2),
+        (403, 1),
+        (200, 0),
+    ]
+    assert setup.value("receiver_failing") == 0
 
 
 async def test_a_refused_alert_is_sent_again_nevertheless_and_that_is_logged_once(
