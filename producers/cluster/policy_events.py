@@ -120,7 +120,8 @@ class PolicyEvents:
             answer = await self._api.request("POST", f"/api/v1/namespaces/{pod.namespace}/events", body=content)
         except Unreachable as failure:
             return self._retry_later(failure.reason, str(failure), None)
-        if answer.status in (401, 403, 408, 429) or answer.status >= 500:
+        no_answer = answer.status != 201 and answer.status < 400  # of the API server, as a proxy's page
+        if no_answer or answer.status in (401, 403, 408, 429) or answer.status >= 500:
             return self._retry_later(str(answer.status), _sentence(answer), answer.retry_after_s)
         self._reported.add((pod.uid, error))
         self._health.good("they can be written")
