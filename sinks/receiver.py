@@ -286,8 +286,10 @@ class Receiver:
 
         ``request`` is called for each attempt, because a request may contain how late it is. ``most_misconfigured``:
         from so many answers in a row that the configuration is wrong, an empty request is sent, to see whether it is.
+        If that is accepted, and the request is not accepted the next time either, the request is refused; if
+        ``most_misconfigured`` is 1, at once.
         """
-        attempt, misconfigured, key = 0, 0, object()
+        attempt, misconfigured, objections, key = 0, 0, 0, object()
         try:
             while not abandon.is_set():
                 reply = await self._attempt(request)
@@ -298,7 +300,9 @@ class Receiver:
                     self._refused_in_a_row = 0
                     return self._answered(key, None)
                 misconfigured = misconfigured + 1 if means == "misconfigured" else 0
-                if misconfigured >= most_misconfigured and await self._accepts_empty():
+                is_objection = misconfigured >= most_misconfigured and await self._accepts_empty()
+                objections = objections + 1 if is_objection else 0
+                if objections >= min(2, most_misconfigured):  # after one the receiver may just have been mended
                     means = "refused"
                 self._refused_in_a_row += means == "refused"
                 if means == "refused" and self._refused_in_a_row <= self._most_refused:

@@ -261,6 +261,15 @@ async def test_an_alert_that_a_proxy_forbids_is_a_dead_letter_and_the_others_are
     assert setup.value("receiver_failing") == 0
 
 
+@pytest.mark.parametrize("forbidden", range(4, 10))
+async def test_an_alert_that_was_forbidden_until_just_now_is_delivered(forbidden: int) -> None:
+    setup = Setup(FakeAlertmanager())
+    answers = iter([403] * forbidden)
+    setup.manager.default_status = lambda _: next(answers, 200)
+    await setup.deliver(records(firing("a")))
+    assert (setup.manager.firing(), setup.ends()) == ({"a"}, {"delivered": 1})
+
+
 async def test_a_refused_alert_is_sent_again_nevertheless_and_that_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
