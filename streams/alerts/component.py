@@ -177,6 +177,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         if record.value is None:
             if record.key in group_by_key and groups.is_over(group_by_key[record.key], self._clocks.now_ms()):
                 del group_by_key[record.key]
+                self._group_offsets.pop((number, record.key), None)
         else:
             group = _decode_grouped(groups.decode_group, record)
             known, whose = group_by_key.get(record.key), (number, record.key)
