@@ -126,7 +126,7 @@ class GpuReader:
                 log.info("%s is read in time again", self.title)
             return reading
         if previous is None:
-            log.warning("%s %s", self.title, self._late_text(reading))  # its subject has no figures that vary
+            log.warning("%s: it %s", self.title, self._late_text(reading))  # its subject has no figures that vary
         return reading._replace(devices=[{**device, "read_ms": reading.read_ms} for device in reading.devices])
 
     def devices(self, reading: GpuReading | None) -> Sequence[dict[str, Any]]:

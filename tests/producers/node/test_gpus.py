@@ -310,7 +310,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     (reason,) = bench.gpus.not_ready()
     assert "GPU 1 (GPU-1) takes " in reason
     (reported,) = log_messages(caplog)
-    assert "GPU 1 (GPU-1) takes " in reported
+    assert "GPU 1 (GPU-1): it takes " in reported
     bench.nvml.delays_s.clear()
     await eventually(lambda: not bench.gpus._gpus[1].busy)
     assert "read_ms" not in (await bench.read())[1]
