@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import heapq
 import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 import orjson
@@ -63,6 +65,15 @@ class FleetClock:
         if not before_ms - TOLERANCE_MS <= wall_ms - self.start_ms <= elapsed_ms + TOLERANCE_MS:
             self.start_ms = max(0, wall_ms - elapsed_ms)
         return elapsed_ms
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a file ends within a line, as a process that was killed may leave it."""
+    if not (path.is_file() and path.stat().st_size and os.access(path, os.R_OK)):
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def truths(reading: NodeReading, behaviours: list[list[JsonDict]], tick: JsonDict) -> list[JsonDict]:
@@ -143,6 +154,8 @@ class SimulatedFleet:
             with contextlib.ExitStack() as files:
                 truth = self._settings.truth
                 file = None if truth is None else files.enter_context(truth.open("ab"))
+                if truth is not None and file is not None and _is_cut(truth):
+                    file.write(b"\n")  # or the first line would be added to the one that was cut
                 async with running(*(part() for part in beside)):
                     await self._tick(stop, file)
                     drains = [publisher.drain(self.drain_s) for publisher in self._publishers]

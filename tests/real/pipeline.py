@@ -124,8 +124,11 @@ class Truth:
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     with path.open() as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # cut, since the writer was killed
+                continue
+            yield row
 
 
 @dataclass(frozen=True)

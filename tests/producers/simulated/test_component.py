@@ -63,6 +63,15 @@ async def test_the_truth_is_what_was_sent(tmp_path: Path) -> None:
     assert component.registry.get_sample_value(own.TRUTHS) == sum(map(len, truth.values()))
 
 
+async def test_the_truth_begins_a_line_of_its_own_after_one_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "truth.jsonl"
+    path.write_text('{"whole":1}\n{"cut":')
+    await run(SimulatedFleet(settings(truth=path), sender=FakeSender(prompt=True)))
+    whole, cut, *rows = path.read_text().splitlines()
+    assert (whole, cut) == ('{"whole":1}', '{"cut":')
+    assert all(json.loads(row)["seq"] for row in rows)
+
+
 async def test_reported_is_what_the_named_snapshot_says(tmp_path: Path) -> None:
     sender, path = FakeSender(prompt=True), tmp_path / "truth.jsonl"
     await run(SimulatedFleet(settings(truth=path, interval_s=0.1, stop_after_ticks=8), sender=sender))
