@@ -221,7 +221,7 @@ class NodeWorker(ABC, Generic[P]):
         """Process a record. Raises Malformed."""
 
     @abstractmethod
-    def check_partition(self, number: int) -> None:
+    def check_clock(self, partition: P) -> None:
         """Do what has to be done in a partition because time passes."""
 
     @abstractmethod
@@ -284,6 +284,14 @@ class NodeWorker(ABC, Generic[P]):
             for number in self._partitions.keys() - unready:
                 self.check_partition(number)
             self.observe()
+
+    def check_partition(self, number: int) -> None:
+        """Note how far an assigned partition was read, and do what has to be done in it because time passes."""
+        ledger, tp = self.app.reader.ledger, Partition(ATTRIBUTED, number)
+        if (position := ledger.expected(tp)) is not None:
+            partition = self._partition(number)
+            partition.caught_up.read(position, ledger.last_unfinished(tp))
+            self.check_clock(partition)
 
     def drop(self, partitions: frozenset[int]) -> None:
         """Drop the state of these partitions."""

@@ -352,20 +352,15 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
     # -- time
 
-    def check_partition(self, number: int) -> None:
+    def check_clock(self, partition: PartitionNodes) -> None:
         """Judge which nodes of a partition are quiet or silent, by how far it was read, and delete what is over."""
-        ledger, tp = self.app.reader.ledger, Partition(ATTRIBUTED, number)
-        position = ledger.expected(tp)
-        if position is None:
-            return
-        partition = self._partition(number)
-        partition.caught_up.read(position, ledger.last_unfinished(tp))
         self.close_silent(partition)
         for node in partition.judge_silent(self._rules, self._clocks.now_ms()):
             self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._write_tasks.start(self.app, self._delete(partition, node, node.current))
-        now_ms, group_by_key = self._clocks.now_ms(), self._groups.get(number, {})
+        number, now_ms = partition.number, self._clocks.now_ms()
+        group_by_key = self._groups.get(number, {})
         if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in group_by_key.values()):
             self._write_tasks.start(self.app, self._delete_groups(number, self.app.reader.ledger.epoch))
 

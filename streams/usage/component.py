@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from delivery.instruments import Instrument, Instruments
-from delivery.ledger import Partition, Slot
+from delivery.ledger import Slot
 from streams.app import Stream
 from streams.caught_up import PartitionState
 from streams.reader import Reads
@@ -84,8 +84,7 @@ class NodeBooks:
 
     ``kept`` are the slots of the ticks that are not in the durable books; the first was read at ``kept_s`` of the
     monotonic clock. ``due`` are the records to write. ``sent`` are the books that were sent and not read back yet.
-    ``writing``: a write is running. ``stale``: the last books in the topic are older,
-    and another worker's.
+    ``writing``: a write is running. ``stale``: the last books in the topic are older, and another worker's.
     """
 
     __slots__ = (
@@ -250,20 +249,15 @@ class UsageWorker(NodeWorker[PartitionBooks]):
 
     # -- time
 
-    def check_partition(self, number: int) -> None:
+    def check_clock(self, partition: PartitionBooks) -> None:
         """Close the windows that the next record of the partition would close. Write the books of nodes that have kept
         ticks for too long, or whose last books in the topic are another worker's."""
-        ledger, tp = self.app.reader.ledger, Partition(ATTRIBUTED, number)
-        position = ledger.expected(tp)
-        if position is None:
-            return
-        partition, now_s = self._partition(number), self._clocks.monotonic_s()
-        partition.caught_up.read(position, ledger.last_unfinished(tp))
+        now_s = self._clocks.monotonic_s()
         age_s = now_s - partition.caught_up.until_s
         if age_s < FORGET_MS / 1000:
             self._pass_time(partition, self._clocks.now_ms() - round(age_s * 1000) - LEADERS_APART_MS)
         for node in partition.nodes.values():
-            self._start_write(number, node, force=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
+            self._start_write(partition.number, node, force=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
 
     def _pass_time(self, partition: PartitionBooks, log_ms: int) -> None:
         """The log has advanced to a time: once a minute, close the windows of the silent nodes."""
