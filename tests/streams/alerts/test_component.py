@@ -672,6 +672,14 @@ async def grouping(seconds: int) -> Worker:
     return worker
 
 
+async def having_grouped() -> Worker:
+    """A worker that has written a workload's group four times, once for each report."""
+    worker = await grouping(30)
+    for _ in range(4):
+        await worker.read(MEMBERS, count=1)
+    return worker
+
+
 async def test_a_workloads_alert_is_acknowledged_then_its_group_then_the_reports_are_finished() -> None:
     worker = await grouping(30)
     broker = worker.broker
@@ -707,10 +715,8 @@ async def test_another_worker_goes_on_with_a_workloads_alert_as_it_is_in_the_top
 
 
 async def test_a_group_is_written_once_a_report_and_again_after_what_a_worker_wrote_late() -> None:
-    worker = await grouping(30)
+    worker = await having_grouped()
     groups = worker.broker.logs[GROUPS]
-    for _ in range(4):
-        await worker.read(MEMBERS, count=1)
     late_group = groups[0]
     await worker.read(GROUPS)
     assert len(groups) == 4
@@ -743,10 +749,8 @@ async def test_a_group_is_later_than_those_before_the_topic_of_reports_was_creat
 
 
 async def test_a_group_that_was_written_again_before_a_later_one_was_read_is_followed_by_the_later_one() -> None:
-    first = await grouping(30)
+    first = await having_grouped()
     groups = first.broker.logs[GROUPS]
-    for _ in range(4):
-        await first.read(MEMBERS, count=1)
     latest = groups[3]
     groups[:] = [groups[1], groups[0], latest]
     first.commit()

@@ -43,6 +43,12 @@ def log(broker: Broker, at_ms: int, *devices: Any, node: str = "n", **fields: An
     broker.logs[ATTRIBUTED].append(Record(node_key("c", node), msgspec.json.encode(record), ts_ms))
 
 
+def log_steadily(broker: Broker, start_s: int, end_s: int) -> None:
+    """A tick of one GPU every 5 s, from ``start_s`` on and before ``end_s``."""
+    for at_s in range(start_s, end_s, 5):
+        log(broker, at_s * 1000, gpu("GPU-a"))
+
+
 def story(chance: Random) -> Broker:
     """Two nodes with an outage each, one of them for good, and a third that ticks to the end."""
     broker = Broker()
@@ -143,8 +149,7 @@ def test_any_batching_and_any_restart_give_the_same_records(seed: int) -> None:
 def test_a_commit_never_passes_a_tick_that_no_books_hold() -> None:
     async def lived() -> tuple[int, int, int]:
         broker = Broker()
-        for at_s in range(0, 61, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 61)
         worker = UsageOf(broker)
         await worker.start()
         await worker.read(count=12)
@@ -163,8 +168,7 @@ def test_a_commit_never_passes_a_tick_that_no_books_hold() -> None:
 def test_a_node_without_ticks_holds_back_no_commit_and_is_closed_by_the_clock_when_all_was_read() -> None:
     async def lived() -> tuple[int, set[bytes | None], list[bool]]:
         broker = Broker()
-        for at_s in range(0, 31, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 31)
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 30_000
         await worker.start()
@@ -187,8 +191,7 @@ def test_a_node_without_ticks_holds_back_no_commit_and_is_closed_by_the_clock_wh
 def test_a_node_that_was_silent_before_a_rebalance_is_closed_by_the_clock_after_it() -> None:
     async def lived() -> list[bool]:
         broker = Broker()
-        for at_s in range(0, 31, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 31)
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 30_000
         await worker.start()
@@ -206,8 +209,7 @@ def test_a_node_that_was_silent_before_a_rebalance_is_closed_by_the_clock_after_
 def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
     async def lived() -> list[Record]:
         broker = Broker()
-        for at_s in range(0, 31, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 31)
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 30_000
         await worker.start()
@@ -221,8 +223,7 @@ def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
 def test_a_last_sample_that_is_never_attributed_delays_the_close_by_as_long_as_samples_are_kept() -> None:
     async def lived() -> tuple[int, list[bool]]:
         broker = Broker()
-        for at_s in range(0, 31, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 31)
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 30_000
         await worker.start()
@@ -238,14 +239,12 @@ def test_a_last_sample_that_is_never_attributed_delays_the_close_by_as_long_as_s
 def test_books_that_another_worker_wrote_late_are_overwritten() -> None:
     async def lived() -> tuple[bytes | None, bytes | None]:
         broker = Broker()
-        for at_s in range(0, 61, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 61)
         worker = UsageOf(broker)
         await worker.start()
         await worker.live()
         first = broker.logs[STATE.name][0]
-        for at_s in range(65, 121, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 65, 121)
         await worker.live()
         own_books = broker.logs[STATE.name][-1].value
         broker.logs[STATE.name].append(first)
@@ -258,22 +257,18 @@ def test_books_that_another_worker_wrote_late_are_overwritten() -> None:
 
 
 def test_a_worker_that_read_its_successors_books_before_it_lost_the_partition_goes_on_from_those() -> None:
-    def ticks(broker: Broker, start_s: int, end_s: int) -> None:
-        for at_s in range(start_s, end_s, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
-
     async def lived() -> Broker:
         broker = Broker()
-        ticks(broker, 0, 70)
+        log_steadily(broker, 0, 70)
         stopped, successor = UsageOf(broker), UsageOf(broker)
         await stopped.start()
         await stopped.live()
-        ticks(broker, 70, 200)
+        log_steadily(broker, 70, 200)
         await successor.start()
         await successor.live()
         successor.commit()
         await stopped.read(STATE.name)
-        ticks(broker, 200, 300)
+        log_steadily(broker, 200, 300)
         await stopped.start()
         await stopped.live()
         return broker
@@ -285,14 +280,12 @@ def test_a_worker_that_read_its_successors_books_before_it_lost_the_partition_go
 def test_the_clock_closes_nothing_while_ticks_that_were_read_wait_for_earlier_writes() -> None:
     async def lived() -> Broker:
         broker = Broker()
-        for at_s in range(0, 66, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 0, 66)
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 1_800_000
         await worker.start()
         await worker.live()
-        for at_s in range(70, 1800, 5):
-            log(broker, at_s * 1000, gpu("GPU-a"))
+        log_steadily(broker, 70, 1800)
         worker.sender.holding = True
         await worker.read(ATTRIBUTED, count=20)
         await worker.start()
