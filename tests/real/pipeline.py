@@ -123,11 +123,18 @@ class Truth:
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     with path.open() as lines:
+        is_cut = False
         for line in lines:
+            if not line.endswith("\n"):  # not written yet
+                return
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:  # cut, since the writer was killed
+            except json.JSONDecodeError:
+                assert not is_cut, f"{path}: {line[:200]}"
+                is_cut = True
                 continue
+            assert not is_cut or row["seq"] == 1, f"{path}: a line was cut, and no new run begins after it"
+            is_cut = False
             yield row
 
 
