@@ -49,7 +49,7 @@ PROMETHEUS_ADAPTER = "prometheus-adapter-0.12.0"
 ASK_TIMEOUT_S = 60.0
 
 CHECKPOINT = "bootstrap.checkpoint"
-_checkpoints: dict[Path, bytes] = {}
+checkpoints: dict[Path, bytes] = {}
 """What a new data directory has beside its ids, by the version of Kafka. To make it takes a second of Java."""
 
 
@@ -214,17 +214,17 @@ class KafkaServer(Server):
         settings = {**self._defaults(), **security, **self.settings}
         self._properties.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
         folders = [Path(folder) for folder in settings["log.dirs"].split(",")]
-        if self.libs not in _checkpoints:
+        if self.libs not in checkpoints:
             with self.log.open("ab") as log:
                 format_it = ["kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", str(self._properties)]
                 subprocess.run([*self._java(), *format_it], check=True, stdout=log, stderr=log, timeout=LIMIT_S)
-            _checkpoints[self.libs] = (folders[0] / CHECKPOINT).read_bytes()
+            checkpoints[self.libs] = (folders[0] / CHECKPOINT).read_bytes()
             return
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             meta = f"version=1\ncluster.id={self.cluster_id}\nnode.id={settings['node.id']}\n"
             (folder / "meta.properties").write_text(meta)
-            (folder / CHECKPOINT).write_bytes(_checkpoints[self.libs])
+            (folder / CHECKPOINT).write_bytes(checkpoints[self.libs])
 
     def command(self) -> Sequence[str]:
         """The broker in the foreground."""
