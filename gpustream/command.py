@@ -29,6 +29,7 @@ Decorator = Callable[[F], F]
 
 _ERRORS = "gpustream.errors"
 _INVALID = "gpustream.invalid"
+_UNBROKEN_HYPHEN = "\u2011"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
 """The options that show the help of any command."""
@@ -75,8 +76,34 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+class HelpFormatter(click.HelpFormatter):
+    """Writes help as click does, but breaks no line after a hyphen: ``--stale-after`` and
+    ``gpustream-sink-scrape`` stay whole, to be found and copied."""
+
+    def write(self, string: str) -> None:
+        """Add text to the help."""
+        super().write(string.replace(_UNBROKEN_HYPHEN, "-"))
+
+    def write_text(self, text: str) -> None:
+        """Add a paragraph, wrapped."""
+        super().write_text(text.replace("-", _UNBROKEN_HYPHEN))
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Add a list of terms, each with its wrapped text."""
+        unbroken = [(term, text.replace("-", _UNBROKEN_HYPHEN)) for term, text in rows]
+        super().write_dl(unbroken, col_max, col_spacing)
+
+
+class HelpContext(click.Context):
+    """Where a command runs: its help is written by :class:`HelpFormatter`."""
+
+    formatter_class = HelpFormatter
+
+
 class CommandGroup(click.Group):
     """A click group that answers a misspelt command with the most similar one, or with all of them."""
+
+    context_class = HelpContext
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's. The error for an unknown option names the commands: the option may be of one of them."""
@@ -106,6 +133,8 @@ class Command(click.Command):
     example of the option's type instead, so that one error does not hide the others. What ``check`` says of an option
     whose value is invalid is left out: it is about the example.
     """
+
+    context_class = HelpContext
 
     def __init__(
         self,

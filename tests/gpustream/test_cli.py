@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,12 @@ def test_what_is_not_given_is_a_value_that_each_option_takes(path: tuple[str, ..
     for option in COMMANDS[path].params:
         if not option.required:
             option.process_value(context, option.get_default(context))
+
+
+@pytest.mark.parametrize("path", [(), *COMMANDS], ids=" ".join)
+def test_help_breaks_no_line_after_a_hyphen(path: tuple[str, ...]) -> None:
+    """An option or a group that is cut in two is neither found nor copied."""
+    assert not re.search(r"\w-$", _invoke(*path, "--help").output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
