@@ -111,7 +111,7 @@ class Http:
                 allow_redirects=False,
             ) as response:
                 text = b""
-                with contextlib.suppress(TimeoutError):  # the status is the answer, however slow the text is
+                with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):  # the status is the answer
                     async with asyncio.timeout(_TEXT_S):
                         async for chunk in response.content.iter_any():
                             text += chunk

@@ -101,9 +101,10 @@ async def test_a_receiver_that_hangs_is_no_answer() -> None:
     assert "Timeout" in answer.text
 
 
-async def test_a_receiver_that_closes_in_the_middle_of_its_answer_is_no_answer() -> None:
+@pytest.mark.parametrize("status", [200, 400])
+async def test_an_answer_that_is_cut_has_its_status_and_what_came_of_its_text(status: int) -> None:
     async def close(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(status=200, headers={"Content-Length": "1000"})
+        response = web.StreamResponse(status=status, headers={"Content-Length": "1000"})
         await response.prepare(request)
         await response.write(b"half")
         if request.transport is not None:
@@ -111,7 +112,12 @@ async def test_a_receiver_that_closes_in_the_middle_of_its_answer_is_no_answer()
         return response
 
     async with receiving(close) as client:
-        assert (await client.post(b"", "1.0")).status == 0
+        assert await client.post(b"", "1.0") == Answer(status, "half")
+
+
+async def test_an_answer_whose_text_is_not_encoded_as_it_says_has_its_status() -> None:
+    async with receiving(answering(200, "no gzip", Content_Encoding="gzip")) as client:
+        assert (await client.post(b"", "1.0")).status == 200
 
 
 async def test_a_receiver_that_is_not_there_is_no_answer() -> None:
