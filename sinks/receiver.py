@@ -7,7 +7,7 @@ status 0. :class:`Receiver` sends a request of alerts by this policy:
 |---|---|
 | 2xx | accepted |
 | none, 408, 425, 429, 5xx | retried for as long as it takes, after `Retry-After` |
-| 1xx, 3xx, 401, 403, 404, 405, 407, 410 | likewise: the configuration is wrong, unless an empty request is accepted |
+| 1xx, 3xx, 401, 403, 404, 405, 407, 410 | likewise: the configuration is wrong, unless others are accepted meanwhile |
 | any other 4xx | refused; but retried once so many in a row are refused that the receiver refuses everything |
 
 State: the current credentials from their files; which requests are being retried, and why.
@@ -269,7 +269,7 @@ class Receiver:
         self._slots = asyncio.Semaphore(at_once)
         self._most_refused, self._first_s, self._on_recovery = most_refused, first_s, on_recovery
         self._empty = empty
-        self._refused_in_a_row = 0
+        self._refused_in_a_row = self._accepted = 0
         self._retried: dict[object, str] = {}
         self._has_failed = False
         instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(0)
@@ -287,9 +287,11 @@ class Receiver:
         ``request`` is called for each attempt, because a request may contain how late it is. ``most_misconfigured``:
         from so many answers in a row that the configuration is wrong, an empty request is sent, to see whether it is.
         If that is accepted, and the request is not accepted the next time either, the request is refused; if
-        ``most_misconfigured`` is 1, at once.
+        ``most_misconfigured`` is 1, at once. It is refused, too, after ``MISCONFIGURED`` such answers before each of
+        which another request was accepted.
         """
         attempt, misconfigured, objections, key = 0, 0, 0, object()
+        accepted, beside_accepted = self._accepted, 0
         try:
             while not abandon.is_set():
                 reply = await self._attempt(request)
@@ -298,11 +300,15 @@ class Receiver:
                 self._instruments.counter(f"{self._prefix}_requests_total", self.name, means).inc()
                 if means == "accepted":
                     self._refused_in_a_row = 0
+                    self._accepted += 1
                     return self._answered(key, None)
                 misconfigured = misconfigured + 1 if means == "misconfigured" else 0
+                beside_accepted = beside_accepted + (self._accepted > accepted) if misconfigured else 0
+                accepted = self._accepted
                 is_objection = misconfigured >= most_misconfigured and await self._accepts_empty()
                 objections = objections + 1 if is_objection else 0
-                if objections >= min(2, most_misconfigured):  # after one the receiver may just have been mended
+                if objections >= min(2, most_misconfigured) or beside_accepted >= MISCONFIGURED:
+                    # after fewer the receiver may just have been mended, or not all of its replicas
                     means = "refused"
                 self._refused_in_a_row += means == "refused"
                 if means == "refused" and self._refused_in_a_row <= self._most_refused:

@@ -57,6 +57,12 @@ async def send(to: Receiver, abandon: asyncio.Event | None = None) -> str | None
     return await asyncio.wait_for(to.send(lambda: REQUEST, abandon or asyncio.Event()), 10)
 
 
+async def attempts(scripted: Scripted, number: int, sending: "asyncio.Future[str | None]") -> None:
+    """Wait until so many more attempts were made, or ``sending`` has ended."""
+    upto = len(scripted.requests) + number
+    await eventually(lambda: sending.done() or len(scripted.requests) >= upto)
+
+
 @pytest.mark.parametrize(
     ("expected", "status"), [(expected, status) for expected, statuses in MEANINGS.items() for status in statuses]
 )
@@ -114,6 +120,33 @@ async def test_one_request_that_is_tried_again_is_logged_once_while_others_are_a
         "h:1 does not accept, trying again: again: HTTP 503: said",
         "h:1 answers again",
     ]
+
+
+async def test_a_request_that_is_not_allowed_five_times_while_others_are_accepted_is_refused() -> None:
+    scripted = Scripted(default_status=lambda body: 403 if body == b"bad" else 200)
+    to = receiver(scripted)
+    stuck = asyncio.ensure_future(to.send(lambda: Request(b"bad", {}), asyncio.Event()))
+    for _ in range(5):
+        assert not stuck.done()
+        await send(to)
+        await attempts(scripted, 3, stuck)
+    assert await asyncio.wait_for(stuck, 10) == "HTTP 403: said"
+    assert to.failing is None
+
+
+async def test_what_was_accepted_before_the_first_attempt_or_after_another_answer_says_nothing_of_a_request() -> None:
+    scripted = Scripted(default_status=lambda body: 200 if body == b"good" else 401)
+    to = receiver(scripted)
+    for _ in range(10):
+        await to.send(lambda: Request(b"good", {}), asyncio.Event())
+    stuck = asyncio.ensure_future(send(to))
+    for status in (401, 503) * 4:
+        scripted.default_status = lambda body, status=status: 200 if body == b"good" else status  # type: ignore[misc]
+        await to.send(lambda: Request(b"good", {}), asyncio.Event())
+        await attempts(scripted, 3, stuck)
+    assert not stuck.done()
+    scripted.default_status = lambda _: 200
+    assert await stuck is None
 
 
 async def test_an_abandoned_send_is_no_failure_any_more_and_does_not_report_that_the_receiver_answers_again(
