@@ -122,7 +122,9 @@ class Http:
             return Reply(0, _line(f"{type(error).__name__}: {error.status}, {error.message}"))
         except aiohttp.InvalidURL:
             return Reply(0, "InvalidURL: not an address: look at the ports in --url and in HTTPS_PROXY")
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        except TimeoutError:
+            return Reply(0, f"no answer within {self._settings.request_timeout_s:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             return Reply(0, _line(f"{type(error).__name__}: {error}").strip(": "))  # what is no HTTP may be long
 
     async def close(self) -> None:

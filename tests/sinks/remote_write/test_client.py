@@ -97,8 +97,7 @@ async def test_a_receiver_that_hangs_is_no_answer() -> None:
 
     async with receiving(hang, request_timeout_s=0.05) as client:
         answer = await client.post(b"", "1.0")
-    assert answer.status == 0
-    assert "Timeout" in answer.text
+    assert answer == Answer(0, "no answer within 0.05 s")
 
 
 @pytest.mark.parametrize("status", [200, 400])
