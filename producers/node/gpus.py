@@ -154,7 +154,8 @@ class Gpus:
         lost_indexes = self._lost.indexes
         present = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in lost_indexes)]
         of_gpus = [text for gpu in present for text in gpu.not_ready()]
-        return [*self._driver.not_ready(), *self._events.not_ready(), *self._lost.not_ready(), *of_gpus]
+        of_driver = [*self._driver.not_ready(), *(self._census.not_ready() if self._census is not None else ())]
+        return [*of_driver, *self._events.not_ready(), *self._lost.not_ready(), *of_gpus]
 
     def left_out(self) -> dict[str, LeftOut]:
         """The values that the last readings lack, by the UUID of the device, with the calls that failed."""

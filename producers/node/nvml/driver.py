@@ -191,12 +191,27 @@ class Census:
         self._command = command or (sys.executable, "-I", "-S", "-c", _SCRIPT, str(Path(pynvml.__file__).parent))
         self._worker = Worker("nvml-census")
         self._child: subprocess.Popen[bytes] | None = None
+        self._logged: subprocess.Popen[bytes] | None = None
 
     async def run(self) -> frozenset[str] | None:
         """The UUIDs of the GPUs that work; None if that can't be found out now."""
         if self._worker.busy:
             return None
+        if problems := self.not_ready():
+            if self._logged is not self._child:
+                self._logged = self._child
+                log.warning("%s", problems[0])
+            return None
         return await self._worker.submit(self._run_child)
+
+    def not_ready(self) -> list[str]:
+        """The child that was killed and has not ended: the kernel ends no process within a call of the driver."""
+        if self._worker.busy or self._child is None or self._child.poll() is not None:
+            return []
+        return [
+            f"the NVIDIA driver does not answer a new process (pid {self._child.pid}), which can't be ended: programs"
+            " that start on its GPUs may hang, and a GPU that is new or works again is not noticed"
+        ]
 
     def close(self) -> None:
         """End the child, without waiting for its end."""
@@ -205,8 +220,6 @@ class Census:
             child.kill()
 
     def _run_child(self) -> frozenset[str] | None:
-        if self._child is not None and self._child.poll() is None:
-            return None
         devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
         try:
             child = subprocess.Popen(self._command, stdin=devnull, stdout=pipe, stderr=devnull)  # noqa: S603 - ours

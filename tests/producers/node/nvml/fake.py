@@ -394,5 +394,8 @@ class FakeCensus:
         uuids = self._look()
         return None if uuids is None else frozenset(uuids)
 
+    def not_ready(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         self.closed = True

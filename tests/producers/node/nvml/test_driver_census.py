@@ -68,7 +68,9 @@ async def test_a_slow_child_is_ended_and_another_is_started_later() -> None:
     census.close()
 
 
-async def test_no_second_child_is_started_beside_one_that_can_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_second_child_is_started_beside_one_that_can_not_be_ended_and_that_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     census = Census(within_s=0.1, command=child_command("import time; time.sleep(600)"))
     with monkeypatch.context() as patched:
         patched.setattr("subprocess.Popen.kill", lambda child: None)
@@ -79,8 +81,11 @@ async def test_no_second_child_is_started_beside_one_that_can_not_be_ended(monke
     assert await census.run() is None
     assert census._child is child
     assert time.monotonic() - began_s < 60
+    assert await census.run() is None
+    assert [f"(pid {child.pid})" in line for line in (*census.not_ready(), *caplog.messages)] == [True, True]
     census.close()
     assert child.wait(20) != 0
+    assert census.not_ready() == []
 
 
 async def test_a_child_that_can_not_be_started_changes_nothing() -> None:
