@@ -8,7 +8,6 @@ selector that the API server refuses raises :class:`SelectorError`, everything e
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
@@ -81,7 +80,7 @@ class _ApiService(msgspec.Struct):
 
 
 class _ApiServices(msgspec.Struct):
-    items: list[_ApiService] = []
+    items: list[_ApiService]
 
 
 class _ConfigMap(msgspec.Struct):
@@ -109,10 +108,17 @@ class ApiServer:
 
     async def refresh(self) -> None:
         """Keep the front proxies' CA up to date, for ever."""
+        logged = ""
         while True:
             await asyncio.sleep(_REFRESH_S)
-            with contextlib.suppress(Unreachable):
+            problem = ""
+            try:
                 self.front_proxy = await self._front_proxy()
+            except Unreachable as error:
+                problem = error.reason
+                if problem != logged:
+                    log.warning("the front proxies' CA could not be read again, and stays what it was: %s", error)
+            logged = problem
 
     async def close(self) -> None:
         """Close the connections."""

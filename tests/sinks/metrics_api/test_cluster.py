@@ -96,6 +96,36 @@ async def test_the_api_server_is_waited_for_and_readiness_says_why(monkeypatch: 
     assert cluster.front_proxy == ("PEM", frozenset({"proxy"}))
 
 
+async def test_an_answer_without_a_list_does_not_say_that_the_group_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    taken = [api_service("v1beta1.custom.metrics.k8s.io", "monitoring/prometheus-adapter")]
+    cluster, _ = api_server({API_SERVICES: [(200, {}), (200, {"items": taken})]})
+
+    with pytest.raises(GroupTaken):
+        await cluster.start(asyncio.Event(), ask_front_proxy=False)
+
+
+async def test_a_ca_that_can_not_be_read_again_stays_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_REFRESH_S", 0.01)
+    first, second = ((200, {"data": {"requestheader-client-ca-file": text}}) for text in ("old", "new"))
+    answers: dict[str, list[Any]] = {
+        API_SERVICES: [(200, {"items": []})],
+        AUTHENTICATION: [first, (403, {"message": "no"})],
+    }
+    cluster, client = api_server(answers)
+    await cluster.start(asyncio.Event(), ask_front_proxy=True)
+    refreshing = asyncio.create_task(cluster.refresh())
+    await eventually(lambda: len(client.asked) > 4, unless=refreshing)
+    assert (cluster.front_proxy, cluster.not_ready()) == (("old", frozenset()), [])
+    assert [text for text in caplog.messages if "get that ConfigMap" in text] == caplog.messages
+    assert len(caplog.messages) == 1
+    answers[AUTHENTICATION] = [second]
+    await eventually(lambda: cluster.front_proxy == ("new", frozenset()), unless=refreshing)
+    refreshing.cancel()
+
+
 async def test_pods_are_read_page_by_page_with_the_selector_as_it_was_given() -> None:
     pages = [
         (200, {"metadata": {"continue": "more"}, "items": [{"metadata": {"name": "p"}}]}),
