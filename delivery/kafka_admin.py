@@ -27,6 +27,7 @@ from aiokafka.errors import (
 )
 from aiokafka.protocol.admin import DescribeAclsRequest
 from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.types import (
     Array,
     Boolean,
@@ -361,10 +362,14 @@ class Admin:
     async def create(self, topics: Iterable[NewTopic]) -> list[str]:
         """Create topics; returns the names of those that did not exist before.
 
+        :raises BrokerUnavailable: some could not be created now, as while a controller is elected; others may be.
         :raises Refused: some could not be created; the others were.
         """
         response = await self._client.create_topics(list(topics))
         errors = {row[0]: (for_code(row[1]), row[2]) for row in response.topic_errors if row[1]}
+        if temporary := {name: error for name, (error, _) in errors.items() if error.retriable}:
+            await self._client._client.force_metadata_update()  # noqa: SLF001 - or the old controller is asked again
+            raise BrokerUnavailable("\n".join(f"{name}: not created: {e.__name__}" for name, e in temporary.items()))
         existing = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
         reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in existing}
         for name in reasons:
@@ -395,12 +400,17 @@ class Admin:
         groups, full_prefix = [], self._connection.prefixed(prefix)
         for name in sorted(row[0] for row in listed if row[0].startswith(full_prefix)):
             (response,) = await self._client.describe_consumer_groups([name])
-            (_, _, state, _, _, members, *_) = response.groups[0]
-            offsets = await self._client.list_consumer_group_offsets(name)
+            (code, _, state, _, _, members, *_) = response.groups[0]
+            coordinator = await self._client.find_coordinator(name)
+            # aiokafka's own method for this takes an error of the group for a group without offsets
+            fetched = await self._client._send_request(OffsetFetchRequest(name, None), coordinator)  # noqa: SLF001
+            if code or fetched.error_code:
+                raise for_code(code or fetched.error_code)(name)
             committed = {
-                clients.from_kafka(self._connection, tp): metadata.offset
-                for tp, metadata in offsets.items()
-                if metadata.offset >= 0
+                clients.from_kafka(self._connection, TopicPartition(topic, partition)): offset
+                for topic, partitions in fetched.topics
+                for partition, offset, *_ in partitions
+                if offset >= 0
             }
             groups.append(GroupDescription(self._connection.unprefixed(name), state, len(members), committed))
         return groups

@@ -175,6 +175,7 @@ async def create(
     topics = contract(connection)
     changes: dict[str, None] = {}
     deleted: set[str] = set()
+    delayed = ""
     async with connect(connection) as admin:
         for _ in range(_MAX_PASSES):
             descriptions, unknown = await _inspect(admin, topics)
@@ -191,13 +192,18 @@ async def create(
                 for name, count in wrong_counts.items():
                     changes[f"{name}: deleted: it was empty, with {count} partitions"] = None
                 continue
-            new_changes = await _mend(admin, topics, descriptions, partitions, replication_factor)
+            try:
+                new_changes = await _mend(admin, topics, descriptions, partitions, replication_factor)
+            except BrokerUnavailable as error:
+                delayed = str(error)
+                await asyncio.sleep(_PASS_EVERY_S)
+                continue
             leaders_elected = not changes or not any(topic.leaderless for topic in descriptions.values())
             if not new_changes and len(descriptions) == len(topics) and leaders_elected:
                 return list(changes)
             changes |= dict.fromkeys(new_changes)
             await asyncio.sleep(_PASS_EVERY_S)
-    raise BrokerUnavailable(f"not seen by the broker yet: {'; '.join(changes)}")
+    raise BrokerUnavailable(delayed or f"not seen by the broker yet: {'; '.join(changes)}")
 
 
 def _setting_mismatches(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:

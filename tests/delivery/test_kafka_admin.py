@@ -6,22 +6,24 @@ from typing import Any
 
 import pytest
 from aiokafka.admin import NewTopic
-from aiokafka.errors import UnknownError
+from aiokafka.errors import GroupLoadInProgressError, UnknownError
 
 from delivery.connection import Connection
 from delivery.kafka_admin import (
     Admin,
     BrokerUnavailable,
     DescribeTopics,
+    GroupDescription,
     Refused,
     SettingsUnknown,
     TopicDescription,
     connect,
 )
+from delivery.ledger import Partition
 
 TOPIC = 2
 UNSAID = -(2**31)
-UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
+UNKNOWN_TOPIC, LOADING, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG, NOT_CONTROLLER = 3, 14, 29, 36, 38, 40, 41
 
 
 class FakeAdminClient:
@@ -52,6 +54,36 @@ class FakeAdminClient:
     async def create_topics(self, topics: list[NewTopic]) -> Any:
         self.requests.append([topic.name for topic in topics])
         return SimpleNamespace(topic_errors=self._answers["created"])
+
+    @property
+    def _client(self) -> Any:
+        return self
+
+    async def force_metadata_update(self) -> None:
+        self.requests.append("metadata")
+
+
+class FakeGroupsClient:
+    """An admin client of one group."""
+
+    def __init__(self, *, described: int = 0, fetched: int = 0) -> None:
+        self._described, self._fetched = described, fetched
+
+    async def list_consumer_groups(self) -> Any:
+        return [("gpustream-usage", "consumer"), ("another", "consumer")]
+
+    async def describe_consumer_groups(self, names: list[str]) -> Any:
+        return [SimpleNamespace(groups=[(self._described, names[0], "Stable", "consumer", "", ["member"])])]
+
+    async def list_consumer_group_offsets(self, name: str) -> Any:
+        return {}
+
+    async def find_coordinator(self, name: str) -> int:
+        return 1
+
+    async def _send_request(self, request: Any, node: int) -> Any:
+        offsets = [] if self._fetched else [("gpu.attributed", [(0, 7, "", 0), (1, -1, "", 0)])]
+        return SimpleNamespace(topics=offsets, error_code=self._fetched)
 
 
 def admin(**answers: Any) -> Admin:
@@ -141,6 +173,26 @@ async def test_every_topic_that_is_refused_is_named_with_the_brokers_reason() ->
         "b: not created: 3 is more than 1: give a --replication-factor that the brokers are enough for",
         "c: not created: TopicAuthorizationFailedError",
     ]
+
+
+async def test_what_can_not_be_created_now_is_no_refusal_and_the_controller_is_looked_up_again() -> None:
+    client = FakeAdminClient(created=[("a", 0, None), ("b", NOT_CONTROLLER, None)])
+
+    with pytest.raises(BrokerUnavailable, match="b: not created: NotControllerError"):
+        await Admin(client, Connection("kafka:9092")).create([NewTopic(name, 1, 3) for name in "ab"])
+    assert client.requests == [["a", "b"], "metadata"]
+
+
+async def test_the_groups_have_their_members_and_offsets() -> None:
+    groups = await Admin(FakeGroupsClient(), Connection("kafka:9092")).groups("gpustream-")
+
+    assert groups == [GroupDescription("gpustream-usage", "Stable", 1, {Partition("gpu.attributed", 0): 7})]
+
+
+@pytest.mark.parametrize("errors", [{"described": LOADING}, {"fetched": LOADING}])
+async def test_a_group_whose_offsets_are_not_known_now_is_not_one_without_offsets(errors: dict[str, int]) -> None:
+    with pytest.raises(GroupLoadInProgressError, match="gpustream-usage"):
+        await Admin(FakeGroupsClient(**errors), Connection("kafka:9092")).groups("gpustream-")
 
 
 async def test_settings_that_are_refused_are_an_error() -> None:

@@ -1,9 +1,11 @@
 """The topics of a broker against those that it must have, without a broker and on an embedded one."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
+from aiokafka.admin import NewTopic
 from confluent_kafka import Producer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +135,44 @@ async def test_on_an_embedded_broker_a_missing_topic_is_an_error_and_stays_missi
 async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
     with pytest.raises(SettingsUnknown, match="can't be created: the broker has no topic settings"):
         await topic_admin.create(Connection(embedded))
+
+
+class FakeAdmin:
+    """A broker without topics, that creates them after so many answers of ``delays``."""
+
+    def __init__(self, delays: int) -> None:
+        self.delays = delays
+        self.created: dict[str, TopicDescription] = {}
+
+    async def layouts(self, names: Iterable[str]) -> dict[str, TopicDescription]:
+        return {name: self.created[name] for name in names if name in self.created}
+
+    async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        return {name: ALL[name].settings() for name in names}
+
+    async def create(self, topics: Sequence[NewTopic]) -> list[str]:
+        self.delays -= 1
+        if self.delays >= 0:
+            raise BrokerUnavailable("not created: NotControllerError")
+        self.created = {topic.name: TopicDescription(topic.num_partitions) for topic in topics}
+        return list(self.created)
+
+
+@pytest.mark.parametrize("delays", [0, 3, 1000])
+async def test_topics_are_created_when_a_controller_is_elected_and_it_is_said_if_none_is(
+    delays: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def connect(_: Connection) -> AsyncIterator[FakeAdmin]:
+        yield FakeAdmin(delays)
+
+    monkeypatch.setattr(topic_admin, "connect", connect)
+    monkeypatch.setattr(topic_admin, "_PASS_EVERY_S", 0.0)
+    if delays == 1000:
+        with pytest.raises(BrokerUnavailable, match="NotControllerError"):
+            await topic_admin.create(Connection("kafka:9092"))
+    else:
+        assert len(await topic_admin.create(Connection("kafka:9092"))) == len(TOPICS)
 
 
 async def test_an_unreachable_broker_is_named() -> None:
