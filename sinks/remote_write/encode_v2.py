@@ -49,6 +49,7 @@ _TYPES: dict[Kind, int] = {"untyped": 0, "counter": 1, "gauge": 2}
 
 _REF_WIDTHS = (2, 3, 5)
 _MAX_CONSTANTS = 8192
+_MAX_SHAPES = 8192
 
 
 class _Shape(NamedTuple):
@@ -111,8 +112,10 @@ class Encoder:
 
     def encode(self, groups: Sequence[SampleGroup]) -> bytes:
         """The uncompressed request with these groups."""
-        if max(len(self._constants), len(self._shapes)) > _MAX_CONSTANTS:
+        if len(self._constants) > _MAX_CONSTANTS:
             self._reset()
+        if len(self._shapes) > _MAX_SHAPES:  # the plans of sets that are in use keep theirs
+            self._shapes.clear()
         for series in [series for series, _, _ in groups if self._token not in series.cache]:
             row_symbols = chain.from_iterable(
                 (row.name, row.help, row.unit, *chain.from_iterable(row.labels)) for row in series.rows

@@ -165,6 +165,20 @@ def test_an_encoder_starts_over_before_its_constant_symbols_are_too_many() -> No
         assert read_v2(encoder.encode(groups)) == samples_of(groups)
 
 
+def test_the_plans_of_known_series_stay_and_are_no_more_when_the_shapes_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encode_v2, "_MAX_SHAPES", 2)
+    encoder = encode_v2.Encoder()
+    known = [SeriesSet((("gpu", "0"),), tuple(Row(f"m{row}") for row in range(rows + 1))) for rows in range(5)]
+    caches = []
+    for ts_ms in range(1, 4):
+        for groups in [[SampleGroup(series, ts_ms, [1.0] * len(series.rows))] for series in known]:
+            assert read_v2(encoder.encode(groups)) == samples_of(groups)
+        caches.append([dict(series.cache) for series in known])
+    assert caches[1:] == caches[:1] * 2
+
+
 @given(st.integers(0, 2**63 - 1))
 def test_a_padded_varint_is_read_as_the_number(number: int) -> None:
     assert varint(number) == fixed_varint(number, len(varint(number)))
