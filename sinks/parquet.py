@@ -14,11 +14,12 @@ import fcntl
 import importlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -63,6 +64,8 @@ MAX_PENDING = 10_000
 """The most records of a partition that wait to be written: together with one file, that bounds the memory."""
 
 _RETRY_S = 5.0
+_LOCK_WITHIN_S = 2.0
+_LOCK_EVERY_S = 0.02
 _decode = decoder(Usage)
 
 _INTEGERS = (
@@ -114,9 +117,7 @@ class HourFiles:
         file = self._root / f"date={start:%Y-%m-%d}" / f"usage-{start:%H}-p{self._partition}.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
         with (self._root / f".p{self._partition}.lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # a worker that does not know that it has lost the partition may merge, too
+            _lock(lock)  # a worker that does not know that it has lost the partition may merge, too
             old = _read(file)
             orders = list(zip(*(old[name].to_pylist() for name in _ORDER), strict=True))
             keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
@@ -158,6 +159,21 @@ class HourFiles:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+def _lock(file: TextIO) -> None:
+    """Lock a file. Raises BlockingIOError if another process keeps it locked: one that was stopped does so for ever."""
+    ends_s = time.monotonic() + _LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > ends_s:
+                text = "another process has locked it, and is slow or stopped: see `fuser`"
+                raise BlockingIOError(error.errno, text, file.name) from None
+            time.sleep(_LOCK_EVERY_S)
+        else:
+            return
 
 
 def _read(file: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import random
 import stat
@@ -154,6 +155,22 @@ async def test_a_disk_that_fails_is_waited_for(tmp_path: Path, monkeypatch: pyte
     path.unlink()
     assert await asyncio.wait_for(delivering, 20) == [1]
     assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
+
+
+async def test_a_process_that_stopped_while_it_wrote_is_reported_and_does_not_hold_up_a_partition_that_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "_LOCK_WITHIN_S", 0.01)
+    setup = Setup(tmp_path)
+    with (tmp_path / ".p7.lock").open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
+        failing = await eventually(lambda: setup.disk.failing)
+        setup.abandon.set()
+        with pytest.raises(Abandoned):
+            await asyncio.wait_for(delivering, 20)
+    assert "another process has locked it" in failing
+    assert ".p7.lock" in failing
 
 
 async def test_a_disk_that_fails_does_not_hold_up_a_partition_that_leaves(tmp_path: Path) -> None:
