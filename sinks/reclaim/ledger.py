@@ -12,10 +12,13 @@ from collections import deque
 from collections.abc import Mapping
 from operator import attrgetter
 
-from topics.actions import Action, ActionKind
+from topics.actions import TOPIC, Action, ActionKind
 from topics.alerts import milliseconds
 
 HOUR_MS = 3_600_000
+KEPT_MS = (TOPIC.retention_hours or 0) * HOUR_MS
+"""An action of which nothing was written for so long is forgotten: the topic does not have it any more."""
+
 _REMEMBERED = 1000
 
 OVER = frozenset({"done", "undone"})
@@ -37,6 +40,7 @@ class Ledger:
     def __init__(self, cluster: str, budgets: Mapping[str, int]) -> None:
         self._cluster, self._budgets = cluster, budgets
         self._last: dict[str, Action] = {}
+        self._last_logged_ms: dict[str, int] = {}  # the one that was written of longest ago is the first
         self._intentions: dict[str, Action] = {}
         self._unsettled: dict[str, Action] = {}
         self._granted: dict[str, dict[str, int]] = {budget: {} for budget in budgets}
@@ -47,6 +51,13 @@ class Ledger:
         if action.cluster != self._cluster:
             return
         self._fold(action, logged_ms)
+        self._last_logged_ms.pop(action.id, None)
+        self._last_logged_ms[action.id] = logged_ms
+        while (oldest := next(iter(self._last_logged_ms.items())))[1] < logged_ms - KEPT_MS:
+            for actions in (self._last, self._last_logged_ms, self._intentions, self._unsettled):
+                actions.pop(oldest[0], None)
+            for granted in self._granted.values():
+                granted.pop(oldest[0], None)
         is_granted = action.id in self._granted[budget_of(action.action)]
         self._read.append((action, is_granted and self._last[action.id].state not in OVER))
 
@@ -74,8 +85,12 @@ class Ledger:
 
     def left(self, budget: str, now_ms: int) -> int:
         """How many more actions are within a budget now."""
-        recent = [at_ms for at_ms in self._granted[budget].values() if at_ms > now_ms - HOUR_MS]
-        return self._budgets[budget] - len(recent)
+        recent = 0
+        for at_ms in reversed(self._granted[budget].values()):  # in the order of the log, and clocks may differ
+            if at_ms <= now_ms - 2 * HOUR_MS:
+                break
+            recent += at_ms > now_ms - HOUR_MS
+        return self._budgets[budget] - recent
 
     def _fold(self, action: Action, logged_ms: int) -> None:
         granted = self._granted[budget_of(action.action)]

@@ -35,6 +35,7 @@ from sinks.outcomes import Outcomes, Undecodable
 from sinks.reclaim.cluster import Cluster
 from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import Watched, works_partly
+from sinks.reclaim.ledger import KEPT_MS
 from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, FRESH_S, INSTRUMENTS, Reclaimer
 from topics import actions, alerts
 from topics.actions import Action, kafka_headers
@@ -42,8 +43,6 @@ from topics.actions import Action, kafka_headers
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
-_KEPT_S = 90 * 86_400.0
-"""For so long gpu.actions is kept."""
 
 
 class ReclaimPartition:
@@ -195,7 +194,7 @@ class ReclaimSink:
 
         reclaimer = self._reclaimer = Reclaimer(settings, Cluster(api), send, instruments)
         tail = self._tail = Tail(
-            settings.connection(), {actions.TOPIC.name: _KEPT_S}, reclaimer.handle, client_id=settings.group
+            settings.connection(), {actions.TOPIC.name: KEPT_MS / 1000}, reclaimer.handle, client_id=settings.group
         )
         shared = (reclaimer, letters, record_outcomes, lambda: not tail.not_ready())
         source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE_LOG)

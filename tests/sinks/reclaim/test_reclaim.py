@@ -651,6 +651,24 @@ def test_what_another_replica_decides_before_it_has_read_an_intention_frees_no_b
     assert _intention(0) in ledger.unsettled()
 
 
+def test_what_the_topic_has_not_any_more_is_forgotten_as_by_a_restart() -> None:
+    ledger, restarted = (Ledger("c1", {"stop": 1, "event": 0}) for _ in range(2))
+    day_ms = 24 * 3_600_000
+    for day in range(200):
+        for state in ("intended", "done"):
+            ledger.add(_intention(day, state=state), START_MS + day * day_ms)
+    ledger.add(_intention(150, state="undone"), START_MS + 240 * day_ms)
+    for day in range(150, 200):
+        for state in ("intended", "done"):
+            restarted.add(_intention(day, state=state), START_MS + day * day_ms)
+    restarted.add(_intention(150, state="undone"), START_MS + 240 * day_ms)
+    for day in range(200):
+        action = _intention(day).id
+        assert ledger.last(action) == restarted.last(action)
+        assert ledger.intention(action) == restarted.intention(action)
+    assert sum(ledger.last(_intention(day).id) is not None for day in range(200)) == 50
+
+
 def test_an_interrupted_action_keeps_its_place_in_the_budget() -> None:
     ledger = Ledger("c1", {"stop": 1, "event": 0})
     interrupted = msgspec.structs.replace(_intention(0, state="refused"), reason="interrupted")
