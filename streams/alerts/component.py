@@ -181,9 +181,9 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         else:
             group = _decode_grouped(groups.decode_group, record)
             known, whose = group_by_key.get(record.key), (number, record.key)
-            if known is None or groups.order(known) <= groups.order(group):
+            if known is None or not groups.is_later(known, group):
                 group_by_key[record.key] = group
-                if known is None or groups.order(known) < groups.order(group):
+                if known is None or groups.is_later(group, known):
                     self._group_offsets[whose] = slot.offset
             elif slot.offset > self._group_offsets.get(whose, -1):
                 # written late, by a worker that had lost the partition: make the latest the last one in the topic
