@@ -82,13 +82,10 @@ def whole(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 async def bare(kafka: str, count: int, topic: str = "gpu.samples") -> float:
     """CPU seconds of a loop that only reads a topic, in this process."""
-    consumer = AIOKafkaConsumer(
+    async with AIOKafkaConsumer(
         topic, bootstrap_servers=kafka, auto_offset_reset="earliest", max_partition_fetch_bytes=8 << 20
-    )
-    await consumer.start()
-    before_s, read = time.process_time(), 0
-    while read < count:
-        read += sum(map(len, (await consumer.getmany(timeout_ms=1000, max_records=500)).values()))
-    spent_s = time.process_time() - before_s
-    await consumer.stop()
-    return spent_s
+    ) as consumer:
+        before_s, read = time.process_time(), 0
+        while read < count:
+            read += sum(map(len, (await consumer.getmany(timeout_ms=1000, max_records=500)).values()))
+        return time.process_time() - before_s

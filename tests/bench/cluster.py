@@ -111,23 +111,19 @@ def _row(name: str, cpu: str, sent: int, producer: "subprocess.Popen[str]") -> N
 
 async def _sent(kafka: str) -> int:
     """The records of gpu.workloads so far."""
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka)
-    await consumer.start()
-    partitions = [TopicPartition("gpu.workloads", number) for number in range(PARTITIONS)]
-    ends = await consumer.end_offsets(partitions)
-    await consumer.stop()
+    async with AIOKafkaConsumer(bootstrap_servers=kafka) as consumer:
+        partitions = [TopicPartition("gpu.workloads", number) for number in range(PARTITIONS)]
+        ends = await consumer.end_offsets(partitions)
     return sum(ends.values())
 
 
 async def _all_told(kafka: str, nodes: int) -> None:
     """Return when every node has been reported."""
-    consumer = AIOKafkaConsumer("gpu.workloads", bootstrap_servers=kafka, auto_offset_reset="earliest")
-    await consumer.start()
-    reported: set[bytes | None] = set()
-    async with asyncio.timeout(120):
-        while len(reported) < nodes:
-            reported.add((await consumer.getone()).key)
-    await consumer.stop()
+    async with AIOKafkaConsumer("gpu.workloads", bootstrap_servers=kafka, auto_offset_reset="earliest") as consumer:
+        reported: set[bytes | None] = set()
+        async with asyncio.timeout(120):
+            while len(reported) < nodes:
+                reported.add((await consumer.getone()).key)
 
 
 @contextlib.contextmanager

@@ -34,11 +34,11 @@ RECORDS = [
 @pytest.fixture(scope="module")
 def kafka() -> Iterator[str]:
     async def write(address: str) -> None:
-        producer = AIOKafkaProducer(bootstrap_servers=address)
-        await producer.start()
-        for record in RECORDS:
-            await producer.send_and_wait(HOURS.name, msgspec.json.encode(record), key=record.key.encode(), partition=0)
-        await producer.stop()
+        async with AIOKafkaProducer(bootstrap_servers=address) as producer:
+            for record in RECORDS:
+                await producer.send_and_wait(
+                    HOURS.name, msgspec.json.encode(record), key=record.key.encode(), partition=0
+                )
 
     with EmbeddedBroker() as running:
         running.start({HOURS.name: 1, MINUTES.name: 1})

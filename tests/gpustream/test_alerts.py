@@ -58,13 +58,9 @@ def kafka() -> Iterator[str]:
 
 def _write(kafka: str, records: Sequence[tuple[str, bytes | None]]) -> None:
     async def write() -> None:
-        producer = AIOKafkaProducer(bootstrap_servers=kafka)
-        await producer.start()
-        try:
+        async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
             for key, value in records:
                 await producer.send_and_wait("gpu.alerts", value, key=key.encode())
-        finally:
-            await producer.stop()
 
     asyncio.run(write())
 

@@ -30,10 +30,8 @@ def broker() -> Iterator[EmbeddedBroker]:
 
 @pytest.fixture
 async def producer(broker: EmbeddedBroker) -> AIOKafkaProducer:
-    producer = AIOKafkaProducer(bootstrap_servers=broker.address, acks="all", enable_idempotence=True)
-    await producer.start()
-    yield producer
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=broker.address, acks="all", enable_idempotence=True) as producer:
+        yield producer
 
 
 def consumer_of(broker: EmbeddedBroker, *topics: str, group: str | None = None) -> AIOKafkaConsumer:

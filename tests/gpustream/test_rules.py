@@ -229,17 +229,12 @@ def kafka() -> Iterator[str]:
 
 
 async def _write(kafka: str) -> None:
-    producer = AIOKafkaProducer(bootstrap_servers=kafka)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         ended_ms = time.time_ns() // 1_000_000 - tick(400).ts_ms
         for record in story():
             value, partition = msgspec.json.encode(record), int(record.node == "m")
             await producer.send("gpu.attributed", value, partition=partition, timestamp_ms=record.ts_ms + ended_ms)
         await producer.send_and_wait("gpu.attributed", b"{", partition=0)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 def test_what_kafka_has_shows_what_would_have_fired(file: Path, kafka: str) -> None:

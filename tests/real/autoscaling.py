@@ -105,10 +105,8 @@ class Inference:
         return status
 
     async def _run(self) -> None:
-        producer = AIOKafkaProducer(bootstrap_servers=self.kafka.address)
-        await producer.start()
-        started_ms, seq = int(time.time() * 1000), 0
-        try:
+        async with AIOKafkaProducer(bootstrap_servers=self.kafka.address) as producer:
+            started_ms, seq = int(time.time() * 1000), 0
             while True:
                 pods = await asyncio.to_thread(self._running)
                 seq += 1
@@ -116,8 +114,6 @@ class Inference:
                 await producer.send_and_wait(TOPIC.name, json.dumps(content).encode(), f"{CLUSTER}/{NODE}".encode())
                 self.pods = pods
                 await asyncio.sleep(TICK_S)
-        finally:
-            await producer.stop()
 
     def _running(self) -> list[str]:
         """The pods that are not about to end; each runs from now on."""

@@ -12,9 +12,9 @@ CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
 
 async def values(address: str, topic: str, partitions: int = 1) -> dict[int, list[bytes]]:
     """Every value of a topic, by partition, in order."""
-    consumer = AIOKafkaConsumer(bootstrap_servers=address, enable_auto_commit=False, auto_offset_reset="earliest")
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(
+        bootstrap_servers=address, enable_auto_commit=False, auto_offset_reset="earliest"
+    ) as consumer:
         tps = [TopicPartition(topic, number) for number in range(partitions)]
         consumer.assign(tps)
         ends = await consumer.end_offsets(tps)
@@ -25,31 +25,21 @@ async def values(address: str, topic: str, partitions: int = 1) -> dict[int, lis
                 for record in (await consumer.getmany(tp, timeout_ms=500)).get(tp, ()):
                     values_by_partition[tp.partition].append(bytes(record.value))
         return values_by_partition
-    finally:
-        await consumer.stop()
 
 
 async def ends(address: str, topic: str, partitions: int = 1) -> dict[int, int]:
     """Where each partition ends."""
-    consumer = AIOKafkaConsumer(bootstrap_servers=address, enable_auto_commit=False)
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(bootstrap_servers=address, enable_auto_commit=False) as consumer:
         tps = [TopicPartition(topic, number) for number in range(partitions)]
         return {tp.partition: offset for tp, offset in (await consumer.end_offsets(tps)).items()}
-    finally:
-        await consumer.stop()
 
 
 async def committed(address: str, group: str, topic: str, partitions: int = 1) -> dict[int, int]:
     """The committed offsets of a group, by partition; 0 if there is none."""
-    consumer = AIOKafkaConsumer(bootstrap_servers=address, group_id=group, enable_auto_commit=False)
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(bootstrap_servers=address, group_id=group, enable_auto_commit=False) as consumer:
         tps = [TopicPartition(topic, number) for number in range(partitions)]
         consumer.assign(tps)
         return {tp.partition: await consumer.committed(tp) or 0 for tp in tps}
-    finally:
-        await consumer.stop()
 
 
 def batches(kafka: KafkaServer, topic: str) -> list[tuple[str, int]]:

@@ -188,9 +188,7 @@ async def read_all(kafka: str, topic: str) -> list[Any]:
 async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
     """The committed records of a topic, one after the other, to where it ends now: one that is too large to keep."""
     options = {"isolation_level": "read_committed", "max_partition_fetch_bytes": 8 << 20}
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, enable_auto_commit=False, **options)
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(bootstrap_servers=kafka, enable_auto_commit=False, **options) as consumer:
         partitions = await consumer._client.fetch_all_metadata()
         numbers = partitions.partitions_for_topic(topic) or set()
         tps = [TopicPartition(topic, number) for number in sorted(numbers)]
@@ -205,8 +203,6 @@ async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
                 for record in batch:
                     yield record
             unread = {tp for tp in unread if await consumer.position(tp) < ends[tp]}
-    finally:
-        await consumer.stop()
 
 
 async def usage_of(kafka: str, topic: str) -> dict[bytes, Usage]:
@@ -228,13 +224,9 @@ async def usage_of(kafka: str, topic: str) -> dict[bytes, Usage]:
 
 async def lag(kafka: str, group: str, topics: Iterable[str]) -> int:
     """How many records of these topics the group has not committed."""
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, group_id=group, enable_auto_commit=False)
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(bootstrap_servers=kafka, group_id=group, enable_auto_commit=False) as consumer:
         metadata = await consumer._client.fetch_all_metadata()
         tps = [TopicPartition(t, n) for t in topics for n in metadata.partitions_for_topic(t) or ()]
         consumer.assign(tps)
         ends = await consumer.end_offsets(tps)
         return sum([ends[tp] - (await consumer.committed(tp) or 0) for tp in tps])
-    finally:
-        await consumer.stop()

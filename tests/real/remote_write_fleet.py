@@ -83,17 +83,12 @@ def expected(records: Iterable[Mapping[str, Any]]) -> Points:
 
 async def write(kafka: KafkaServer, records: Iterable[dict[str, Any] | bytes]) -> None:
     """Puts records onto gpu.attributed, each in its node's partition, bytes in partition 0."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5) as producer:
         for record in records:
             value = record if isinstance(record, bytes) else json.dumps(record).encode()
             cluster, node = ("c", "node-0") if isinstance(record, bytes) else (record["cluster"], record["node"])
             partition = int(node.removeprefix("node-")) % PARTITIONS
             await producer.send("gpu.attributed", value, key=node_key(cluster, node), partition=partition)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 def sink(kafka: KafkaServer, url: str, **options: Any) -> RemoteWriteSink:

@@ -113,13 +113,9 @@ class Stage:
         asyncio.run(self._send({**now, "ts_ms": int(time.time() * 1000), **content}))
 
     async def _send(self, record: Mapping[str, Any]) -> None:
-        producer = AIOKafkaProducer(bootstrap_servers=self._kafka)
-        await producer.start()
-        try:
+        async with AIOKafkaProducer(bootstrap_servers=self._kafka) as producer:
             key = node_key(CLUSTER, NODE)
             await producer.send_and_wait("gpu.workloads", json.dumps(record).encode(), key=key)
-        finally:
-            await producer.stop()
 
 
 def _process(process: Running, instance: int | None) -> Process:

@@ -89,17 +89,15 @@ OUTPUTS = {
 async def flow(empty_kafka: KafkaServer) -> KafkaServer:
     """A broker with all topics, and in each of the flow's a valid record and a malformed one."""
     await topic_admin.create(empty_kafka.connection, partitions=1, replication_factor=1)
-    producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address)
-    await producer.start()
-    for name, topic in load_topics().items():
-        if topic.record is not None:
-            node = node_key(topic.example["cluster"], topic.example.get("node", ""))
-            key = node if topic.by_node else topic.example.get("fingerprint", "").encode()
-            key = msgspec.convert(topic.example, Usage).key.encode() if topic.record is Usage else key
-            await producer.send_and_wait(name, json.dumps(topic.example).encode(), key=key)
-    for name in dict.fromkeys(name for names in INPUTS.values() for name in names):
-        await producer.send_and_wait(name, b"{", key=b"c/malformed")
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=empty_kafka.address) as producer:
+        for name, topic in load_topics().items():
+            if topic.record is not None:
+                node = node_key(topic.example["cluster"], topic.example.get("node", ""))
+                key = node if topic.by_node else topic.example.get("fingerprint", "").encode()
+                key = msgspec.convert(topic.example, Usage).key.encode() if topic.record is Usage else key
+                await producer.send_and_wait(name, json.dumps(topic.example).encode(), key=key)
+        for name in dict.fromkeys(name for names in INPUTS.values() for name in names):
+            await producer.send_and_wait(name, b"{", key=b"c/malformed")
     return empty_kafka
 
 
@@ -243,15 +241,13 @@ async def test_a_command_answers_with_exactly_its_acls_and_names_each_that_is_mi
         option for key, value in users.settings(name).items() for option in (f"--{key.replace('_', '-')}", str(value))
     ]
     await users.allow(name, *ACLS[name])
-    producer = AIOKafkaProducer(bootstrap_servers=flow.address)
-    await producer.start()
-    for seq in (1, 2):  # in an hour that is final, so that there is something to write
-        ts_ms = (time.time_ns() // 3_600_000_000_000 - 2) * HOUR_MS + seq * 1000
-        position = {"node": "n", "run_id": 1, "seq": seq, "offset": seq, "ts_ms": ts_ms, "logged_ms": ts_ms}
-        await producer.send_and_wait(
-            "gpu.attributed", json.dumps({**ATTRIBUTED.example, **position}).encode(), key=b"n"
-        )
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=flow.address) as producer:
+        for seq in (1, 2):  # in an hour that is final, so that there is something to write
+            ts_ms = (time.time_ns() // 3_600_000_000_000 - 2) * HOUR_MS + seq * 1000
+            position = {"node": "n", "run_id": 1, "seq": seq, "offset": seq, "ts_ms": ts_ms, "logged_ms": ts_ms}
+            await producer.send_and_wait(
+                "gpu.attributed", json.dumps({**ATTRIBUTED.example, **position}).encode(), key=b"n"
+            )
     for missing in ACLS[name]:
         await users.forbid(name, missing)
         refused = await asyncio.to_thread(CliRunner().invoke, main, [*command, *options])

@@ -60,13 +60,9 @@ class Fleet:
 
 async def write(kafka: KafkaServer, records: Iterable[Alert]) -> None:
     """Puts alerts onto gpu.alerts, by their fingerprints."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
         for record in records:
             await producer.send_and_wait("gpu.alerts", msgspec.json.encode(record), key=record.fingerprint.encode())
-    finally:
-        await producer.stop()
 
 
 def finished(sink_: RemoteWriteSink) -> int:

@@ -64,9 +64,7 @@ class Fleet:
 
 async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
     """Puts alerts onto gpu.alerts, acknowledged; bytes under a key that is none."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True) as producer:
         for transition in alerts:
             value, key = (
                 (transition, b"x")
@@ -74,9 +72,6 @@ async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
                 else (msgspec.json.encode(transition), transition.fingerprint.encode())
             )
             await producer.send("gpu.alerts", value, key=key)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 def pods(server: AlertmanagerServer) -> set[str]:

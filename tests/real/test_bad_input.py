@@ -43,15 +43,13 @@ async def send(empty_kafka: KafkaServer) -> Any:
     """
     await asyncio.to_thread(empty_kafka.create_topics, {"gpu.samples": 2}, {"max.message.bytes": str(HUGE)})
     await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
-    producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address, max_request_size=HUGE, acks="all")
-    await producer.start()
+    async with AIOKafkaProducer(bootstrap_servers=empty_kafka.address, max_request_size=HUGE, acks="all") as producer:
 
-    async def store(topic: str, value: Any, node: str = "n") -> Any:
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        return await producer.send_and_wait(topic, body, f"c/{node}".encode())
+        async def store(topic: str, value: Any, node: str = "n") -> Any:
+            body = value if isinstance(value, bytes) else json.dumps(value).encode()
+            return await producer.send_and_wait(topic, body, f"c/{node}".encode())
 
-    yield store
-    await producer.stop()
+        yield store
 
 
 async def attributed_until(kafka: KafkaServer, node: str) -> list[Any]:

@@ -67,9 +67,7 @@ async def write(kafka: KafkaServer, start_ms: int) -> None:
     """The ticks of all nodes, as their producers number them."""
     numbering = {node: Numbering(cluster=CLUSTER, node=node, run_id=start_ms) for node in WRONG_CLOCKS}
     times = {node: times_ms(node, start_ms) for node in WRONG_CLOCKS}
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
         for tick in range(TICKS):
             metrics = {"gpu_utilization_ratio": tick / 1000, "memory_total_bytes": 80 << 30}
             for node in WRONG_CLOCKS:
@@ -77,9 +75,6 @@ async def write(kafka: KafkaServer, start_ms: int) -> None:
                     times[node][tick], [{"uuid": "GPU-0", "index": 0, "metrics": metrics}], None
                 )
                 await producer.send("gpu.samples", numbered.value, key=node_key(CLUSTER, node))
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 async def test_a_wrong_clock_costs_its_own_node_what_prometheus_refuses_and_no_other_node_anything(

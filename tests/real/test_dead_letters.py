@@ -5,8 +5,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,9 @@ async def kafka(empty_kafka: KafkaServer) -> KafkaServer:
     return empty_kafka
 
 
-@asynccontextmanager
-async def producing(kafka: KafkaServer) -> AsyncIterator[AIOKafkaProducer]:
+def producing(kafka: KafkaServer) -> AIOKafkaProducer:
     """A producer of large records."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, max_request_size=8 << 20)
-    await producer.start()
-    try:
-        yield producer
-    finally:
-        await producer.stop()
+    return AIOKafkaProducer(bootstrap_servers=kafka.address, max_request_size=8 << 20)
 
 
 async def command(kafka: KafkaServer, *arguments: str) -> Result:

@@ -52,15 +52,9 @@ async def running(app: ReaderApp) -> AsyncIterator["asyncio.Task[None]"]:
         await asyncio.wait([task], timeout=15)
 
 
-@asynccontextmanager
-async def transactions(kafka: KafkaServer, name: str) -> AsyncIterator[AIOKafkaProducer]:
+def transactions(kafka: KafkaServer, name: str) -> AIOKafkaProducer:
     """A producer of transactions."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, transactional_id=name, linger_ms=0)
-    await producer.start()
-    try:
-        yield producer
-    finally:
-        await producer.stop()
+    return AIOKafkaProducer(bootstrap_servers=kafka.address, transactional_id=name, linger_ms=0)
 
 
 async def send(kafka: KafkaServer, topic: str, count: int, size: int = 10) -> None:

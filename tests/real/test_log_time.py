@@ -65,9 +65,7 @@ class Writer:
 
 async def wait_for_all(kafka: str, workers: list[Gpustream]) -> None:
     """Write for some seconds. For most of them the workers are stopped, but for less than their session."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         writing = asyncio.create_task(Writer(producer).run())
         await asyncio.sleep(2.6)
         for worker in workers:
@@ -76,8 +74,6 @@ async def wait_for_all(kafka: str, workers: list[Gpustream]) -> None:
         for worker in workers:
             worker.sigcont()
         await writing
-    finally:
-        await producer.stop()
 
 
 async def attributed(kafka: str, group: str) -> list[Any]:

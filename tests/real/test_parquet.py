@@ -39,15 +39,10 @@ def history() -> list[Usage]:
 
 async def write(kafka: KafkaServer, records: Sequence[Usage]) -> None:
     """Writes records to the partition of their node."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True) as producer:
         for record in records:
             number = int(record.node[1:]) % PARTITIONS
             await producer.send(HOURS.name, msgspec.json.encode(record), key=record.key.encode(), partition=number)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 def test_each_key_is_once_in_the_files_through_kills_of_both_workers(

@@ -99,11 +99,9 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
 
 
 async def _write(kafka: KafkaServer, topic: str, *rows: tuple[bytes, bytes]) -> None:
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-    await producer.start()
-    for key, value in rows:
-        await producer.send_and_wait(topic, value, key)
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
+        for key, value in rows:
+            await producer.send_and_wait(topic, value, key)
 
 
 async def _write_later(kafka: KafkaServer, row: tuple[bytes, bytes]) -> None:

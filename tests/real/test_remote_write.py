@@ -343,12 +343,10 @@ async def test_a_node_far_ahead_and_one_behind_cost_the_others_nothing(
 
 async def dead_letters(kafka: KafkaServer, expected_count: int) -> list[Any]:
     """Reads so many dead letters."""
-    consumer = AIOKafkaConsumer("gpu.dead-letters", bootstrap_servers=kafka.address, auto_offset_reset="earliest")
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(
+        "gpu.dead-letters", bootstrap_servers=kafka.address, auto_offset_reset="earliest"
+    ) as consumer:
         return [await asyncio.wait_for(consumer.getone(), 120) for _ in range(expected_count)]
-    finally:
-        await consumer.stop()
 
 
 async def test_members_that_come_and_go_lose_and_repeat_nothing(

@@ -42,9 +42,7 @@ def log_of(node: int, hours: int) -> Iterator[Read]:
 
 async def write(kafka: KafkaServer, ticks: Sequence[Read], records: Sequence[Usage]) -> None:
     """Puts ticks and records of usage into the partitions of their nodes."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=20)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=20) as producer:
         for sample in ticks:
             partition = int(sample.key[-1:]) % PARTITIONS
             await producer.send("gpu.attributed", sample.value, key=sample.key, partition=partition)
@@ -52,9 +50,6 @@ async def write(kafka: KafkaServer, ticks: Sequence[Read], records: Sequence[Usa
             topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
             value, partition = msgspec.json.encode(record), int(record.node[-1]) % PARTITIONS
             await producer.send(topic.name, value, key=record.key.encode(), partition=partition)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 async def counting(kafka: KafkaServer) -> dict[bytes, Usage]:

@@ -32,14 +32,9 @@ def idle(node: str) -> Iterable[Tick]:
 
 
 async def write(kafka: str, node: str, partition: int) -> None:
-    producer = AIOKafkaProducer(bootstrap_servers=kafka)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         for idle_tick in idle(node):
             await producer.send("gpu.attributed", msgspec.json.encode(idle_tick), partition=partition)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 def test_what_was_logged_since_a_time_is_judged_and_nothing_before(empty_kafka: KafkaServer, tmp_path: Path) -> None:

@@ -52,13 +52,9 @@ def replicas(kafka: KafkaServer, spec: Manifest) -> int:
 
 async def write(kafka: KafkaServer, topic: str, values: list[tuple[bytes, bytes | None]]) -> None:
     """Writes records, all into one partition: the others stay empty."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
         for key, value in values:
             await producer.send_and_wait(topic, value, key=key, partition=1)
-    finally:
-        await producer.stop()
 
 
 ALERTS = [alert(f"pod-{number}") for number in range(3)]

@@ -188,16 +188,12 @@ def of_device(device: dict[str, Any]) -> dict[str, str]:
 
 async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
     """Puts ticks onto gpu.attributed, each node in its own partition."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
         for sent_tick in ticks:
             key = node_key(sent_tick["cluster"], sent_tick["node"])
             await producer.send_and_wait(
                 "gpu.attributed", json.dumps(sent_tick).encode(), key, int(sent_tick["node"][-1])
             )
-    finally:
-        await producer.stop()
 
 
 async def wait_for_answer(

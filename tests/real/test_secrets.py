@@ -74,11 +74,9 @@ async def test_no_component_writes_a_secret(
         await asyncio.to_thread(empty_kafka.allow, "secretive", "ALL", resource, "*")
     await asyncio.to_thread(empty_kafka.add_user, "secretive", SECRETS["password"])
     await topic_admin.create(empty_kafka.connection, partitions=1, replication_factor=1)
-    producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address)
-    await producer.start()
-    for topic in ("gpu.samples", "gpu.attributed", "gpu.alerts"):
-        await producer.send_and_wait(topic, b"{", key=b"c/malformed")
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=empty_kafka.address) as producer:
+        for topic in ("gpu.samples", "gpu.attributed", "gpu.alerts"):
+            await producer.send_and_wait(topic, b"{", key=b"c/malformed")
     properties = folder / "client.properties"
     properties.write_text(
         f"bootstrap.servers={empty_kafka.sasl_ssl}\nsecurity.protocol=SASL_SSL\nsasl.mechanism=SCRAM-SHA-256\n"

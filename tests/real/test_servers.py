@@ -40,13 +40,9 @@ async def produce(address: str, topic: str, value: bytes, **security: Any) -> in
 
 
 async def consume_one(address: str, topic: str) -> bytes:
-    consumer = AIOKafkaConsumer(bootstrap_servers=address, auto_offset_reset="earliest")
-    await consumer.start()
-    try:
+    async with AIOKafkaConsumer(bootstrap_servers=address, auto_offset_reset="earliest") as consumer:
         consumer.assign([TopicPartition(topic, 0)])
         return bytes((await consumer.getone()).value)
-    finally:
-        await consumer.stop()
 
 
 async def test_a_record_can_be_produced_and_consumed(kafka: KafkaServer) -> None:

@@ -61,13 +61,11 @@ async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_d
     ticks += [(node, tick(node, 2, now_ms - 2000)) for node in OTHERS]
     ticks += [("large", tick("large", 2, now_ms - 2000, DEVICES, MAX_MESSAGE_BYTES - ROOM))]
     ticks += [(node, tick(node, 3, now_ms - 1000)) for node in [*OTHERS, "large"]]
-    producer = AIOKafkaProducer(
+    async with AIOKafkaProducer(
         bootstrap_servers=empty_kafka.address, max_request_size=2 * MAX_MESSAGE_BYTES, compression_type="zstd"
-    )
-    await producer.start()
-    for node, value in ticks:
-        await producer.send_and_wait("gpu.samples", value, key=node_key(CLUSTER, node))
-    await producer.stop()
+    ) as producer:
+        for node, value in ticks:
+            await producer.send_and_wait("gpu.samples", value, key=node_key(CLUSTER, node))
     outcomes: Counter[str] = Counter()
 
     async def committed() -> bool:

@@ -29,13 +29,9 @@ async def workers(kafka: str, count: int, failures: list[str]) -> AsyncIterator[
 
 async def write(kafka: str) -> None:
     """Write what is no state to each state topic."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         for topic in STATES:
             await asyncio.gather(*[await producer.send(topic, b"{", key=b"c/n%d" % n) for n in range(RECORDS_EACH)])
-    finally:
-        await producer.stop()
 
 
 async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaServer) -> None:

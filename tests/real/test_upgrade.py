@@ -36,16 +36,11 @@ async def write_old(kafka: KafkaServer, *topics: str) -> None:
     async with kafka_admin.connect(kafka.connection) as admin:
         for topic in topics:
             await admin.alter(topic, {"message.timestamp.type": "CreateTime"})
-        producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-        await producer.start()
-        try:
+        async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
             for topic in topics:
                 for row in OLD[topic]:
                     value, key = row["value"] and row["value"].encode(), row["key"].encode()
                     await producer.send(topic, value, key, row["partition"], row["ts_ms"] + later_ms)
-            await producer.flush()
-        finally:
-            await producer.stop()
         for topic in topics:
             await admin.alter(topic, {"message.timestamp.type": "LogAppendTime"})
 

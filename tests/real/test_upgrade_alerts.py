@@ -51,22 +51,18 @@ def story() -> list[dict[str, Any]]:
 
 async def send(kafka: str, *ticks: dict[str, Any]) -> None:
     """Puts ticks onto gpu.attributed, in its only partition."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka)
-    await producer.start()
-    for tick in ticks:
-        await producer.send("gpu.attributed", json.dumps(tick).encode(), node_key("c", "n"), 0)
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+        for tick in ticks:
+            await producer.send("gpu.attributed", json.dumps(tick).encode(), node_key("c", "n"), 0)
 
 
 async def write_old(kafka: KafkaServer) -> list[dict[str, Any]]:
     """Writes the records of the older version; returns its alerts."""
     old = json.loads(RECORDS.read_text())
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
-    await producer.start()
-    for topic, rows in old.items():
-        for row in rows:
-            await producer.send(topic, row["value"].encode(), row["key"].encode(), 0)
-    await producer.stop()
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
+        for topic, rows in old.items():
+            for row in rows:
+                await producer.send(topic, row["value"].encode(), row["key"].encode(), 0)
     return [json.loads(row["value"]) for row in old["gpu.alerts"]]
 
 

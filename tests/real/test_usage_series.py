@@ -112,18 +112,13 @@ class Fleet:
 
 async def write(kafka: KafkaServer, records: Iterable[Usage | bytes]) -> None:
     """Puts records onto gpu.usage, each in its node's partition."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5) as producer:
         for record in records:
             value, key = (
                 (record, b"x") if isinstance(record, bytes) else (msgspec.json.encode(record), record.key.encode())
             )
             partition = 0 if isinstance(record, bytes) else int(record.node.removeprefix("node-")) % PARTITIONS
             await producer.send(HOURS.name, value, key=key, partition=partition)
-        await producer.flush()
-    finally:
-        await producer.stop()
 
 
 def growing(final: Iterable[Usage]) -> Iterable[Usage]:

@@ -69,12 +69,8 @@ async def apply(cluster: ApiServer, manifest: Manifest) -> None:
 
 async def write(kafka: KafkaServer, topic: str, records: int) -> None:
     """Writes records into the first partition."""
-    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=50)
-    await producer.start()
-    try:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=50) as producer:
         await asyncio.gather(*[await producer.send(topic, b"{}", key=b"k", partition=0) for _ in range(records)])
-    finally:
-        await producer.stop()
 
 
 def commit(kafka: KafkaServer, group: str, topic: str, first: int = 0) -> None:

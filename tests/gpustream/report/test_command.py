@@ -74,11 +74,9 @@ def kafka() -> Iterator[str]:
         written += [(alerts.TOPIC.name, record.fingerprint.encode(), record) for record in ALERTS]
 
         async def write() -> None:
-            producer = AIOKafkaProducer(bootstrap_servers=running.address)
-            await producer.start()
-            for topic, key, record in written:
-                await producer.send_and_wait(topic, msgspec.json.encode(record), key=key, partition=0)
-            await producer.stop()
+            async with AIOKafkaProducer(bootstrap_servers=running.address) as producer:
+                for topic, key, record in written:
+                    await producer.send_and_wait(topic, msgspec.json.encode(record), key=key, partition=0)
 
         asyncio.run(write())
         yield running.address

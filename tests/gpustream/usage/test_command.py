@@ -52,15 +52,11 @@ def kafka() -> Iterator[str]:
 
 def _write(kafka: str, records: Sequence[Usage]) -> None:
     async def write() -> None:
-        producer = AIOKafkaProducer(bootstrap_servers=kafka)
-        await producer.start()
-        try:
+        async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
             for record in records:
                 topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
                 value, key = msgspec.json.encode(record), record.key.encode()
                 await producer.send_and_wait(topic.name, value, key=key, partition=0)  # that of their node
-        finally:
-            await producer.stop()
 
     asyncio.run(write())
 
