@@ -21,12 +21,13 @@ import pytest
 from delivery import topic_admin
 from producers import publisher as names
 from tests.eventually import eventually_sync
-from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
+from tests.nvml.scripted import ScriptedNvml
 from tests.producers.node import pod_resources
 from tests.real.certificates import Authority
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, Stored, lag, read_all, stored
-from tests.real.servers import KafkaServer, Missing, PrometheusServer, find_java, find_kafka, find_prometheus
+from tests.real.resolver import find_compiler
+from tests.real.servers import KafkaServer, PrometheusServer, find_java, find_kafka, find_prometheus
 from tests.real.soak import secured
 
 CLUSTER = "nodes"
@@ -40,14 +41,6 @@ GPU = "GPU-5c41b7ed-0000-4000-8000-{:012x}"
 TURNING, STEADY = GPU.format(0), GPU.format(1)
 BASE_BYTES, STEP_BYTES = 1 << 30, 1 << 20
 NAMESPACE = "ml-team"
-
-
-def find_compiler() -> Path:
-    """The scripted NVML library; raises :class:`Missing`."""
-    try:
-        return library()
-    except NoCompiler as none:
-        raise Missing(str(none)) from none
 
 
 class Turnover:

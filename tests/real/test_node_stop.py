@@ -8,22 +8,15 @@ from typing import Any
 
 from delivery import topic_admin
 from tests.eventually import eventually_sync
-from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
+from tests.nvml.scripted import ScriptedNvml
 from tests.producers.node import pod_resources
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, read_all
-from tests.real.servers import KafkaServer, Missing
+from tests.real.resolver import find_compiler
+from tests.real.servers import KafkaServer
 
 NODE = "stopping"
 GPUS = [f"GPU-5c41b7ed-0000-4000-8000-{number:012x}" for number in range(2)]
-
-
-def find_compiler() -> Path:
-    """The scripted NVML library; raises :class:`Missing`."""
-    try:
-        return library()
-    except NoCompiler as none:
-        raise Missing(str(none)) from none
 
 
 def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hangs(

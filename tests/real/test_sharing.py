@@ -9,16 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from delivery import topic_admin
-from tests.nvml.scripted import NoCompiler, library
 from tests.real.conftest import need
 from tests.real.pipeline import read_all
-from tests.real.servers import KafkaServer, Missing, PrometheusServer, Series, find_java, find_kafka, find_prometheus
+from tests.real.resolver import find_compiler
+from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
 from tests.real.sharing import GPUS, LATE_POD, NAMESPACE, Scene, Truth, mig_uuid, pod_uid
 from tests.real.sharing_stage import BLIND, NODE, UNSEEN, play_all
 from topics.attributed import AttributedDevice, AttributedSample
@@ -98,14 +97,6 @@ def _as_known(truth: Truth, device: AttributedDevice) -> Truth:
     """The truth as far as it can be known while the API server's list lacks a pod."""
     unknown = any(holder.pod == LATE_POD and holder.pod_uid is None for holder in device.holders)
     return truth.without(LATE_POD) if unknown else truth
-
-
-def find_compiler() -> Path:
-    """The scripted NVML library; raises :class:`Missing`."""
-    try:
-        return library()
-    except NoCompiler as none:
-        raise Missing(str(none)) from none
 
 
 @pytest.fixture(scope="module")

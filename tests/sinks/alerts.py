@@ -1,10 +1,15 @@
 """Ready-made alerts of the sinks' tests."""
 
+import asyncio
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import msgspec
 from cloudevents.core.base import BaseCloudEvent
+from hypothesis import strategies as st
 
+from sinks.consumer import Handler
+from sinks.outcomes import Outcomes
 from tests.sinks.records import ConsumedRecord
 from topics.alerts import TOPIC, Alert, fingerprint, time, transition_id
 from topics.reference import json_schema
@@ -51,6 +56,42 @@ def alert_record(
 def deleted(of_alert: Alert, offset: int = 0, *, at_ms: int) -> ConsumedRecord:
     """The record that deletes an alert."""
     return ConsumedRecord(offset, None, at_ms, of_alert.fingerprint.encode(), "gpu.alerts")
+
+
+Writing = tuple[int, int]
+"""Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
+
+writings = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30)
+
+
+def written(writings: Sequence[Writing], start_ms: int) -> tuple[list[Alert], dict[str, list[Alert]]]:
+    """Transitions as they are written, with repeats, and those of each pod in order."""
+    transitions: dict[str, list[Alert]] = {}
+    written_alerts: list[Alert] = []
+    for pod, repeats in writings:
+        of_pod = transitions.setdefault(str(pod), [])
+        starts_ms = start_ms + len(of_pod) // 2 * 1000
+        of_pod.append(alert(str(pod), starts_ms, starts_ms + 500 if len(of_pod) % 2 else None))
+        written_alerts += [of_pod[-1], *of_pod[-1:] * repeats]
+    return written_alerts, transitions
+
+
+async def deliver_until(
+    killed_at: float, requests: Sized, handler: Handler, outcomes: Outcomes, batch: Sequence[ConsumedRecord]
+) -> int:
+    """Deliver a batch step by step. With so many ``requests`` the sink is killed before the next commit.
+    Returns the committed offset."""
+    committed = batch[0].offset
+    outcomes.read(len(batch))
+    steps = handler.deliver(batch, asyncio.Event())
+    try:
+        async for offset in steps:
+            if len(requests) >= killed_at:
+                break
+            committed = offset
+    finally:
+        await steps.aclose()
+    return committed
 
 
 def assert_says(event: BaseCloudEvent, of_alert: Alert) -> None:

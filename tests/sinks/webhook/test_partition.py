@@ -20,7 +20,7 @@ from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook import AHEAD, COMPONENT, INSTRUMENTS, PENDING, Secret, WebhookPartition
 from tests.eventually import eventually
-from tests.sinks.alerts import START_MS, alert, alert_record, deleted
+from tests.sinks.alerts import START_MS, Writing, alert, alert_record, deleted, deliver_until, writings, written
 from tests.sinks.receivers import Scripted
 from tests.sinks.records import ConsumedRecord, FakeSender
 from topics.alerts import Alert, transition_id
@@ -276,26 +276,8 @@ async def test_after_the_topic_was_created_again_everything_is_news() -> None:
     assert setup.ends() == {"delivered": 1}
 
 
-Writing = tuple[int, int]
-"""Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
-
-
-def _log(writings: Sequence[Writing]) -> tuple[list[ConsumedRecord], dict[str, list[str]]]:
-    """A log of transitions with repeats, and each alert's transitions in order."""
-    transitions: dict[str, list[Alert]] = {}
-    written_alerts: list[Alert] = []
-    for pod, repeats in writings:
-        of_pod = transitions.setdefault(str(pod), [])
-        starts_ms = START_MS + len(of_pod) // 2 * 1000
-        of_pod.append(alert(str(pod), starts_ms, starts_ms + 500 if len(of_pod) % 2 else None))
-        written_alerts += [of_pod[-1], *of_pod[-1:] * repeats]
-    return records(*written_alerts), {
-        pod: [transition_id(transition) for transition in of_pod] for pod, of_pod in transitions.items()
-    }
-
-
 @given(
-    writings=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30),
+    writings=writings,
     statuses=st.lists(st.sampled_from([200, 202, 503, 429, 0, 302]), max_size=40),
     lives=st.lists(st.integers(1, 12), max_size=6),
     seed=st.integers(0, 99),
@@ -303,43 +285,25 @@ def _log(writings: Sequence[Writing]) -> tuple[list[ConsumedRecord], dict[str, l
 def test_whatever_fails_and_restarts_each_alert_s_transitions_arrive_in_order(
     writings: list[Writing], statuses: list[int], lives: list[int], seed: int
 ) -> None:
-    log, expected = _log(writings)
+    written_alerts, transitions = written(writings, START_MS)
     scripted = Scripted(*statuses)
-    asyncio.run(_live(scripted, log, [*lives, 0], random.Random(seed)))
+    asyncio.run(_live(scripted, records(*written_alerts), [*lives, 0], random.Random(seed)))
     posted = [request.headers["Idempotency-Key"] for request in scripted.accepted()]
-    for pod, expected_ids in expected.items():
+    for pod, of_pod in transitions.items():
         ids = [identity for identity in posted if identity.startswith(alert(pod).fingerprint)]
-        assert _first_seen(ids) == expected_ids
+        first_seen = list(dict.fromkeys(ids))  # as a receiver that knows identities sees them
+        assert first_seen == list(map(transition_id, of_pod))
 
 
 async def _live(scripted: Scripted, log: list[ConsumedRecord], lives: list[int], chance: random.Random) -> None:
-    """Deliver the log in several lives; each but the last ends after so many requests, and commits its work."""
+    """Deliver the log in several lives; each but the last is killed before a commit."""
     committed = 0
     for requests in lives:
         setup = Setup(scripted, at_once=3)
         setup.partition.recall([record for record in log if record.offset < committed])
-        ends_at = len(scripted.requests) + requests if requests else None
+        killed_at = len(scripted.requests) + requests if requests else math.inf
         while committed < len(log):
             batch = log[committed : committed + chance.randint(1, 8)]
-            committed, over = await _batch(setup, batch, committed, ends_at)
-            if over:
+            committed = await deliver_until(killed_at, scripted.requests, setup.partition, setup.outcomes, batch)
+            if len(scripted.requests) >= killed_at:
                 break
-
-
-async def _batch(setup: Setup, batch: list[ConsumedRecord], committed: int, ends_at: int | None) -> tuple[int, bool]:
-    """Deliver a batch. Gives the offset that was committed, and whether this life is over."""
-    setup.outcomes.read(len(batch))
-    steps = setup.partition.deliver(batch, setup.abandon)
-    try:
-        async for offset in steps:
-            if ends_at is not None and len(setup.scripted.requests) >= ends_at:
-                return committed, True  # killed before the commit
-            committed = offset
-    finally:
-        await steps.aclose()
-    return committed, False
-
-
-def _first_seen(identities: list[str]) -> list[str]:
-    """The identities without repeats, as a receiver that knows identities sees them."""
-    return list(dict.fromkeys(identities))
