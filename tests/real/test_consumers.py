@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from confluent_kafka import ConsumerGroupState, Producer
 
 from delivery import topic_admin
+from tests.docs.clickhouse import ClickHouse
 from tests.docs.page import CONSUMERS, blocks
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.real.conftest import need
@@ -352,48 +352,22 @@ def test_kcat_shows_what_could_not_be_used_and_why(filled: Filled) -> None:
 
 
 def test_clickhouse_keeps_each_tick_once_and_adds_up_the_hours_that_were_held(filled: Filled, tmp_path: Path) -> None:
-    session = _clickhouse(tmp_path)
-    lines = [json.dumps(tick) for tick in filled.ticks] + ["not json", "{}"]
-    values = ",".join("('" + line.replace("\\", "\\\\").replace("'", "\\'") + "')" for line in lines)
-    session.query("INSERT INTO gpu_attributed_queue VALUES " + values)  # noqa: S608 - the lines are escaped
+    clickhouse = ClickHouse(tmp_path, (CONSUMERS / "clickhouse.sql").read_text())
+    clickhouse.insert([*map(json.dumps, filled.ticks), "not json", "{}"])
     text = (CONSUMERS / "clickhouse_queries.sql").read_text()
     yesterday = "ts >= toStartOfDay(now('UTC')) - INTERVAL 1 DAY AND ts < toStartOfDay(now('UTC'))"
     assert text.count(yesterday) == 2
     hours, idle, unheld = text.replace(yesterday, "true").strip().rstrip(";").split(";")
     held_hours = true_sums(filled.truth, lambda _: 1 / 3600)
-    rows = _answer(session, hours)
+    rows = clickhouse.answer(hours)
     hours_by_workload = {(row["namespace"], row["workload"], row["device"]): row["hours"] for row in rows}
     assert with_workloads(filled.truth, hours_by_workload) == pytest.approx(
         {key: value for key, value in held_hours.items() if key[0] != "(nobody)"}
     )
     nobodys: dict[str, float] = defaultdict(float)
-    for row in _answer(session, unheld):
+    for row in clickhouse.answer(unheld):
         nobodys["GPU" if row["device"] == "GPU" else "MIG"] += row["hours"]
     assert nobodys == pytest.approx({key[2]: value for key, value in held_hours.items() if key[0] == "(nobody)"})
-    assert _answer(session, idle) == []  # none for half an hour yet
+    assert clickhouse.answer(idle) == []  # none for half an hour yet
     since = idle.replace("INTERVAL 29 MINUTE", "INTERVAL 0 MINUTE").replace("INTERVAL 1 MINUTE", "INTERVAL 30 MINUTE")
-    assert surely_idle_pods(filled.truth) <= {(row["uuid"], row["pod_name"]) for row in _answer(session, since)}
-
-
-def _clickhouse(directory: Path) -> Any:
-    """ClickHouse in this process, with the tables and the view of the page; what is inserted stands for Kafka's."""
-    session = pytest.importorskip("chdb.session", reason="OPTIONAL: ClickHouse in a process, pip install chdb").Session(
-        str(directory / "clickhouse")
-    )
-    queue, *other_statements = _statements((CONSUMERS / "clickhouse.sql").read_text())
-    assert queue.startswith("CREATE TABLE gpu_attributed_queue (record String)")
-    session.query("CREATE DATABASE consumers")
-    session.query("USE consumers")
-    session.query("CREATE TABLE gpu_attributed_queue (record String) ENGINE = Null")
-    for statement in other_statements:
-        session.query(statement)
-    return session
-
-
-def _statements(text: str) -> list[str]:
-    bare = "\n".join(line.partition("--")[0] for line in text.splitlines())
-    return [statement.strip() for statement in bare.split(";") if statement.strip()]
-
-
-def _answer(session: Any, query: str) -> list[Row]:
-    return [json.loads(line) for line in str(session.query(query, "JSONEachRow")).splitlines()]
+    assert surely_idle_pods(filled.truth) <= {(row["uuid"], row["pod_name"]) for row in clickhouse.answer(since)}
