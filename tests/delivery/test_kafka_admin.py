@@ -12,13 +12,13 @@ from delivery.connection import Connection
 from delivery.kafka_admin import (
     Admin,
     BrokerUnavailable,
-    DescribeTopics,
     GroupDescription,
     Refused,
     SettingsUnknown,
     TopicDescription,
     connect,
 )
+from delivery.kafka_requests import DescribeTopics
 from delivery.ledger import Partition
 
 TOPIC = 2
