@@ -43,7 +43,8 @@ OF_OTHERS = {
     "--help",
     "--reset-then-reuse-values",  # Helm's
     "--reuse-values",
-    "--resource-pattern-type",  # Kafka's
+    "--command-config",  # Kafka's
+    "--resource-pattern-type",
     "--cascade",  # kubectl's
     "--hot",  # of benchmarks
     "--sink",

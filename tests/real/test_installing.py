@@ -163,10 +163,12 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     nodes: Nodes, empty_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     api = nodes.api
-    install, pods, upgrade, rollout, rollback, secret, uninstall, namespace = lines("operations/README.md")
+    create, admit, install, pods, upgrade, rollout, rollback, secret, uninstall, delete = lines("operations/README.md")
     shell, ran = Shell(api, tmp_path), len(nodes.ran)
     chart = shutil.copytree(K8S / "helm", tmp_path / "k8s" / "helm") / "gpustream" / "Chart.yaml"
     chart.write_text(re.sub("^kubeVersion:.*$", "", chart.read_text(), flags=re.MULTILINE))  # the API server has none
+    shell(create)
+    shell(admit)
     one_broker = ("--set", "topics.options.partitions=4", "--set", "topics.options.replication-factor=1")
     shell(install.replace("kafka-0:9092", empty_kafka.address), *one_broker)
     assert set(TOPICS) <= set(empty_kafka.topics()), nodes.ran
@@ -200,7 +202,7 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
         lambda: {name for name in own_objects(api) if not name.startswith("pods/gpustream-topics")} == {LEFT_JOB}
     )
     assert LEFT_JOB.partition("/")[2] in (ROOT / "docs" / "operations" / "README.md").read_text()
-    shell(namespace)
+    shell(delete)
     assert api.request("GET", "/api/v1/namespaces/gpustream").status == 404
     assert own_objects(api) == set()
 
