@@ -43,6 +43,8 @@ OF_OTHERS = {
     "--help",
     "--reset-then-reuse-values",  # Helm's
     "--reuse-values",
+    "--set",
+    "--force-conflicts",
     "--command-config",  # Kafka's
     "--resource-pattern-type",
     "--cascade",  # kubectl's

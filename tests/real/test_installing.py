@@ -41,6 +41,7 @@ from topics import TOPICS
 
 CONTROLLERS = ("deployment", "replicaset", "statefulset", "daemonset", "job", "namespace", "garbage-collector")
 NODE = "gpu-node-1"
+SETS = "/apis/apps/v1/namespaces/gpustream/statefulsets"
 LEFT_JOB = "jobs/gpustream-topics"
 """What Helm leaves: the Job is a hook of the release, and no part of it."""
 
@@ -196,7 +197,9 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     shell(f"bash -c {shlex.quote(secret)}")
     assert api.get("/api/v1/namespaces/gpustream/secrets/kafka")["data"].keys() == {"password", "ca.crt"}
     shell("kubectl -n gpustream scale statefulset/gpustream-attribution --replicas 3")
+    shell(upgrade, "--force-conflicts")
     shell(rollout)
+    assert api.get(f"{SETS}/gpustream-attribution")["spec"]["replicas"] == 2, "the README of the manifests says so"
     shell(uninstall)
     eventually_sync(
         lambda: {name for name in own_objects(api) if not name.startswith("pods/gpustream-topics")} == {LEFT_JOB}
