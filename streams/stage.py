@@ -97,6 +97,11 @@ def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes 
     return record
 
 
+def name_record(error: Exception, slot: Slot) -> None:
+    """Say in the traceback at which record a stage failed: somebody may have to go past it."""
+    error.add_note(f"{slot.tp.topic}, partition {slot.tp.partition}, offset {slot.offset}")
+
+
 def instruments(*names: str) -> tuple[Instrument, ...]:
     """The instruments of ``COMMON``, in their order, under the full names that they have in one stream."""
     return tuple(instrument._replace(name=name) for instrument, name in zip(COMMON, names, strict=True))
@@ -250,6 +255,9 @@ class NodeWorker(ABC, Generic[P]):
                 self.handle_record(topic, partition, slot, record)
             except Malformed as error:
                 await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
+            except Exception as error:
+                name_record(error, slot)
+                raise
         if topic == ATTRIBUTED:
             partition.caught_up.handled = batch[-1][0].offset
             self.close_silent(partition)

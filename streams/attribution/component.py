@@ -25,7 +25,7 @@ from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import Housekeeping, Malformed, decode_record, instruments
+from streams.stage import Housekeeping, Malformed, decode_record, instruments, name_record
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder
@@ -120,7 +120,11 @@ class Joiner:
                 for slot, record in batch:
                     if not self.app.is_current(slot):
                         return
-                    await self._handle_record(slot, record)
+                    try:
+                        await self._handle_record(slot, record)
+                    except Exception as error:
+                        name_record(error, slot)
+                        raise
                 if batch and batch[0][0].tp.topic == WORKLOADS and self._waiting_nodes.get(batch[0][0].tp.partition):
                     self._wake.set()
         except Exception as error:

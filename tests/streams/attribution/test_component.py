@@ -7,6 +7,7 @@ import pytest
 
 from delivery.ledger import Partition
 from delivery.sender import Unsendable
+from streams.attribution import join
 from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
 from tests.streams.attribution.fakes import FakeApp, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick
@@ -196,6 +197,26 @@ async def test_a_sender_that_fails_ends_the_process_and_raises_nothing() -> None
 
     assert len(app.failures) == 1
     assert app.position(SAMPLES) == 0
+
+
+async def test_a_failure_names_its_record_with_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, step = FakeApp(), join.step
+
+    def failing(state: join.NodeState, record: join.Record, grace_s: float) -> object:
+        if isinstance(record, join.PendingTick) and record.sample.seq == 3:
+            raise KeyError("unexpected")
+        return step(state, record, grace_s)
+
+    monkeypatch.setattr(join, "step", failing)
+    for seq in (1, 2, 3):
+        app.log(tick(seq, None), partition=2)
+
+    await app.read(SAMPLES, partition=2)
+
+    assert len(app.failures) == 1
+    assert caplog.text.endswith("\ngpu.samples, partition 2, offset 2\n")
 
 
 async def test_an_output_that_is_not_acknowledged_ends_the_process() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -61,6 +62,20 @@ def story(chance: Random) -> Broker:
                     pods = [holder(f"{node}-{minute // 7}"), holder("b", 0.1)][: chance.randint(0, 2)]
                     log(broker, at_ms + chance.randint(0, 9), gpu(f"GPU-{node}", *pods), node=node)
     return broker
+
+
+async def test_a_failure_names_its_record_with_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = Broker()
+    log_steadily(broker, 0, 10)
+    worker = UsageOf(broker)
+    await worker.start()
+    monkeypatch.setattr(worker.stage, "handle_record", Mock(side_effect=KeyError("unexpected")))
+    await worker.live()
+
+    assert worker.failures[0] == "booking failed: KeyError('unexpected')"
+    assert "\ngpu.attributed, partition 0, offset 0\n" in caplog.text
 
 
 def copied(broker: Broker) -> Broker:
