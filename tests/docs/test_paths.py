@@ -45,6 +45,7 @@ OF_OTHERS = {
     "--reuse-values",
     "--set",
     "--force-conflicts",
+    "--build-arg",  # Docker's
     "--command-config",  # Kafka's
     "--resource-pattern-type",
     "--cascade",  # kubectl's

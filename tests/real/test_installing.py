@@ -186,10 +186,10 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
 
     version = yaml.safe_load(chart.read_text())["appVersion"]
     chart.write_text(chart.read_text().replace(version, "9.9.9"))
-    for line, image in ((upgrade, "gpustream:9.9.9"), (rollback, f"gpustream:{version}")):
+    for line, tag in ((upgrade, "9.9.9"), (rollback, version)):
         shell(line)
         assert "complete" in shell(rollout)
-        eventually_sync(partial(runs, api, image))
+        eventually_sync(partial(runs, api, f"registry.example.com/gpustream:{tag}"))
     assert len(nodes.ran) == ran + 2, "the Job of topics runs at the install and at the upgrade"
 
     (tmp_path / "password").write_text("p")
