@@ -26,7 +26,19 @@ _MEANING = {
     "job_user": "the batch job's user",
     "job_partition": "the batch job's partition",
     "job_account": "the batch job's account",
+    "zone": "the node's zone",
+    "region": "the node's region",
+    "host_type": "the type of the machine",
+    "service": "`gpustream`",
+    "mig_uuid": "the MIG device's own UUID",
+    "mig_profile": "the MIG device's profile, such as `1g.10gb`",
+    "mig_mode": "`enabled` or `disabled`",
+    "processes_visible": "`true` if its processes can be seen, or `false`",
     "job": "the Kubernetes Job that owns the pod",
+    "statefulset": "the StatefulSet that owns the pod",
+    "deployment": "the Deployment that owns the pod",
+    "workload_kind": "the kind of the pod's workload, such as `CronJob`",
+    "workload_name": "the name of the pod's workload",
 }
 
 
