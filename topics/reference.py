@@ -57,7 +57,7 @@ def topics_markdown() -> str:
             f"[`{topic.name}`](#{topic.name.replace('.', '')})",
             topic.key,
             topic.cleanup,
-            "the last of each key" if topic.retention_hours is None else f"{topic.retention_hours} h",
+            _kept_for(topic.retention_hours),
         )
         for topic in topics
     ]
@@ -156,6 +156,13 @@ def generate(files: Mapping[Path, str], module: str, arguments: Sequence[str]) -
     for path in stale_files:
         sys.stderr.write(f"{path.name} is stale: run python -m {module}\n")
     return 1 if stale_files else 0
+
+
+def _kept_for(hours: int | None) -> str:
+    """How long a topic keeps a record, as people say it."""
+    if hours is None:
+        return "the last of each key"
+    return f"{hours // 24} d" if hours > 48 and hours % 24 == 0 else f"{hours} h"
 
 
 def _portable(node: Any) -> Any:
