@@ -112,10 +112,14 @@ asyncio.SelectorEventLoop.close = _close_connections_first  # type: ignore[assig
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Restore the root logger, which a command that runs in this process configures."""
+    """Restore the root logger, which a command that runs in this process configures. What the command's handler holds
+    back is written now: later nothing would capture it."""
     root = logging.getLogger()
     level, handlers, filters = root.level, root.handlers[:], root.filters[:]
     yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
     root.setLevel(level)
     root.handlers[:], root.filters[:] = handlers, filters
 
