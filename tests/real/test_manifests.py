@@ -269,7 +269,7 @@ def test_the_readmes_overlay_changes_what_it_says(overlay: Render) -> None:
 
 
 def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay: Render) -> None:
-    (rules,), (webhook,) = examples("files:"), examples("components/webhook\nconfigMapGenerator")
+    (rules,), (webhook,) = examples("rules.toml"), examples("components/webhook\nconfigMapGenerator")
     manifests = overlay(
         {
             "resources": ["../k8s/base"],
@@ -290,6 +290,27 @@ def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay:
     assert of_webhook in config_maps_named_in(pods["webhook"])
     (alerts,) = [manifest for manifest in manifests if manifest["metadata"]["name"].startswith("alerts-")]
     assert alerts["data"]["GPUSTREAM_RULES"] == "/etc/gpustream/alert-rules/rules.toml"
+
+
+def test_a_file_of_ones_own_is_mounted_where_its_option_looks_for_it(overlay: Render) -> None:
+    (example,) = examples("GPUSTREAM_RELABEL")
+    manifests = overlay({"resources": ["../k8s/base"], "namespace": "gpustream", **example})
+    (pod,) = [pod["spec"] for pod in templates(manifests) if pod["spec"]["containers"][0]["name"] == "remote-write"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "relabel"]
+    (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "relabel"]
+    assert volume["configMap"]["name"] in names(manifests, "ConfigMap")
+    assert f"GPUSTREAM_RELABEL={mount['mountPath']}/rules.yaml" in example["configMapGenerator"][1]["literals"]
+
+
+def test_what_the_readme_says_of_replicas_and_argo_cd_changes_these_objects_alone(overlay: Render) -> None:
+    base = {"resources": ["../k8s/base"], "namespace": "gpustream"}
+    (replicas,), (hook,) = examples("replicas:\n"), examples("argocd.argoproj.io")
+    changed = overlay(base | replicas | hook)
+    differing = [now for now, before in zip(changed, overlay(base), strict=True) if now != before]
+    assert sorted(manifest["kind"] for manifest in differing) == ["Job", "StatefulSet"]
+    (job,) = [manifest for manifest in differing if manifest["kind"] == "Job"]
+    assert "ttlSecondsAfterFinished" not in job["spec"]
+    assert "argocd.argoproj.io/hook" in job["metadata"]["annotations"]
 
 
 def test_with_kafka_security_every_pod_of_ours_sees_the_secret_and_every_option_that_names_its_files(
