@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from gpustream.chart import COMPONENTS as COMPONENTS_OF_THE_CHART
 from gpustream.cli import main
+from tests.docs.page import blocks
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, environment
 from tests.real.conftest import need
@@ -717,6 +718,25 @@ def chart(values: Path, release: str = "gpustream") -> list[Manifest]:
     ran = helm("template", release, CHART, "--namespace", "gpustream", "--values", values)
     assert ran.returncode == 0, ran.stderr
     return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
+
+
+def test_with_the_values_of_the_page_about_kafka_a_component_has_a_user_of_its_own(tmp_path: Path) -> None:
+    (values,) = blocks("how-to/kafka.md", "yaml", "A Kafka of another team")
+    (tmp_path / "values.yaml").write_text(values.text)
+    users = {}
+    for pod in templates(chart(tmp_path / "values.yaml")):
+        (container,) = pod["spec"]["containers"]
+        variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+        if user := variables.get("GPUSTREAM_KAFKA_USERNAME"):
+            folders = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            file = variables["GPUSTREAM_KAFKA_PASSWORD_FILE"]
+            (folder,) = [name for name, path in folders.items() if file == f"{path}/password"]
+            (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == folder]
+            users[user] = volume["secret"]["secretName"]
+    assert users == {
+        "gpustream-topics-create": "kafka-topics",
+        "gpustream-stream-attribution": "kafka-attribution",
+    }
 
 
 BACKGROUND = "propagationPolicy=Background"
