@@ -92,7 +92,7 @@ def _module_command(name: str, help: str) -> CommandEntry:  # noqa: A002 - as in
 
 
 COMMANDS = {
-    "run": _module_command("run", "Everything in one process: GPUs, stream, sinks, and a broker where none is given."),
+    "run": _module_command("run", "Everything in one process: GPUs, stream, sinks, and a broker if none is given."),
     "top": CommandEntry(
         "Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.",
         lambda: command.load("gpustream.top.command:top"),

@@ -153,7 +153,7 @@ def driver_is_here() -> bool:
 )
 @command.options(RunSettings)
 def run(**values: Any) -> None:
-    """Everything in one process: GPUs, stream, sinks, and a broker where none is given.
+    """Everything in one process: GPUs, stream, sinks, and a broker if none is given.
 
     On a terminal it shows the fleet as `gpustream top` does: ? lists the keys, and q stops it. It samples until its
     time is over or Ctrl-C, lets everything arrive, and says what became of every tick. Exit code 1 if any was lost or

@@ -33,7 +33,7 @@ SINKS = {
         reads=("gpu.alerts",),
         help=(
             "The open alerts to one or several Alertmanagers, again and again as they expect, and that they are over."
-            " Each Alertmanager gets all, in a consumer group of its own where there are several."
+            " Each Alertmanager gets all, in a consumer group of its own if there are several."
         ),
         example=(
             "gpustream sink alertmanager --kafka 127.0.0.1:9092 --url http://127.0.0.1:9093\n"

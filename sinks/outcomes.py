@@ -30,12 +30,12 @@ COMMON: tuple[Instrument, ...] = (
     Instrument(
         "records_delivered_total",
         "counter",
-        "Records delivered, but for series that are left out and a part that is refused for its time.",
+        "Records delivered. Series that are left out, and a part that is refused for its time, may be missing.",
     ),
     Instrument(
         "records_duplicate_total",
         "counter",
-        "Records that say nothing new: replays, deleted alerts and, but for Parquet, usage that is not final.",
+        "Records that say nothing new: replays, deleted alerts and (not for Parquet) usage that is not final.",
     ),
     Instrument(
         "records_dropped_total",

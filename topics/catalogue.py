@@ -65,14 +65,14 @@ name of its own.
 
 HOLDERS = Info(
     "gpu_holders",
-    "Pods that hold the device, those that only their processes show among them: 0 where nobody does. Absent where the "
+    "Pods that hold the device, those that only their processes show among them: 0 if nobody does. Absent if the "
     "node's kubelet has not said who does.",
 )
 """In all profiles, with the labels of the device's metrics."""
 
 XIDS = Info(
     "gpu_xid_errors",
-    "XID errors of the device, of all codes, since the node's producer started: 0 where none was seen. Of a MIG device "
+    "XID errors of the device, of all codes, since the node's producer started: 0 if none was seen. Of a MIG device "
     "or one whose producer does not say what it is, only if it had one.",
     "errors",
     "counter",
@@ -81,7 +81,7 @@ XIDS = Info(
 """In all profiles, with the labels of the device's metrics."""
 
 LAST_XID = Info(
-    "last_xid", "Code of the device's last XID error, 0 where none was seen since the node's producer started.", "code"
+    "last_xid", "Code of the device's last XID error, 0 if none was seen since the node's producer started.", "code"
 )
 """A key of profiles that is no metric: it is made of the device's events."""
 

@@ -272,13 +272,13 @@ ROWS: tuple[Metric, ...] = (
            "nvmlDeviceGetRemappedRows, uncorrected",
            otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="uncorrectable")),),
            dcgm=(Series("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"),)),
-    Metric("row_remap_pending", "bool", "1 where a row is to be remapped at the next reset.",
+    Metric("row_remap_pending", "bool", "1 if a row is to be remapped at the next reset.",
            "nvmlDeviceGetRemappedRows, pending", otel=(Series("gpu_row_remap_pending"),),
            dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_PENDING"),)),
-    Metric("row_remap_failure", "bool", "1 where a row could not be remapped.",
+    Metric("row_remap_failure", "bool", "1 if a row could not be remapped.",
            "nvmlDeviceGetRemappedRows, failure", otel=(Series("gpu_row_remap_failure"),),
            dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_FAILURE"),)),
-    Metric("vgpu_licensed", "bool", "1 where a feature of NVIDIA vGPU software is licensed, 0 where none is.",
+    Metric("vgpu_licensed", "bool", "1 if a feature of NVIDIA vGPU software is licensed, 0 if none is.",
            "nvmlDeviceGetGridLicensableFeatures_v4, the features' states", otel=(Series("gpu_vgpu_licensed"),),
            dcgm=(Series("DCGM_FI_DEV_VGPU_LICENSE_STATUS"),)),
     # -- counted by the driver
@@ -302,18 +302,18 @@ ROWS: tuple[Metric, ...] = (
            "field NVML_FI_DEV_RETIRED_DBE",
            otel=(Series("gpu_retired_pages", _labels(gpu_ecc_error_type="uncorrectable")),),
            dcgm=(Series("DCGM_FI_DEV_RETIRED_DBE"),), legacy=(Series("dcgm_retired_pages_dbe"),)),
-    Metric("retired_pages_pending", "bool", "1 where pages are to be retired at the next reset.",
+    Metric("retired_pages_pending", "bool", "1 if pages are to be retired at the next reset.",
            "field NVML_FI_DEV_RETIRED_PENDING", otel=(Series("gpu_retired_pages_pending"),),
            dcgm=(Series("DCGM_FI_DEV_RETIRED_PENDING"),), legacy=(Series("dcgm_retired_pages_pending"),)),
     Metric("nvlink_crc_errors_total", "errors",
-           "NVLink packets with a wrong checksum, of all links, since the GPU was reset; not told by Blackwell"
+           "NVLink packets with a wrong checksum, of all links, since the GPU was reset; not reported by Blackwell"
            " and later.",
            "field NVML_FI_DEV_NVLINK_ERROR_DL_CRC, of each link (before Hopper a total)",
            otel=(Series("gpu_interconnect_crc_errors", _NVLINK),),
            dcgm=(Series("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),),
            legacy=(Series("dcgm_nvlink_flit_crc_error_count_total"),)),
     Metric("nvlink_replay_errors_total", "errors",
-           "NVLink packets that were sent again, of all links, since the GPU was reset; not told by Blackwell"
+           "NVLink packets that were sent again, of all links, since the GPU was reset; not reported by Blackwell"
            " and later.",
            "field NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY, of each link (before Hopper a total)",
            otel=(Series("gpu_interconnect_replays", _NVLINK),),
