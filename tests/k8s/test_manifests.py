@@ -623,3 +623,10 @@ def test_the_readme_says_when_to_take_each_component() -> None:
 def test_every_variable_that_the_readme_names_is_an_options() -> None:
     options = (ROOT / "docs" / "reference" / "options.md").read_text()
     assert {name for name in re.findall(r"GPUSTREAM_[A-Z_]+", README) if f"`{name}`" not in options} == set()
+
+
+def test_the_readme_says_what_every_file_is_for() -> None:
+    reported = {row[0] for row in table("What each file is for")}
+    assert reported == {str(thing) for thing in OBJECTS} | {
+        str(file.relative_to(K8S)) for file in (*K8S.rglob("*.env"), *K8S.glob("components/*/kustomization.yaml"))
+    }
