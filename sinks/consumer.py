@@ -40,6 +40,7 @@ TURN_RECORDS = 10
 LEAVE_S = 4.0
 """How long a delivery in progress may still take when its partition is revoked."""
 
+_NOT_IN_LOG = "is not in the log: the topic was created again, or a broker has lost its last records"
 _CANCEL_S = 0.5
 _MEASURE_S = 1.0
 _POLL_S = 0.5
@@ -281,6 +282,9 @@ class Assignment:
             if kept is not None and start.committed == kept.next:
                 self._handler = kept._handler  # noqa: SLF001 - of this class
             self._outcomes.expired(start.expired)
+            if start.is_torn and not start.expired:
+                lost, begin = start.committed, start.resume
+                log.warning("%s: offset %s %s; reading on from %d", self.name, lost, _NOT_IN_LOG, begin)
             if start.committed != start.resume:  # or the lag of a partition without a new record would be wrong
                 await self._commit(start.resume)
             self._group.seek({self.tp: start.position})
@@ -347,7 +351,7 @@ class Assignment:
     async def _jump(self, resume: int, expected: int, got: int) -> int:
         """Handle a gap in the offsets, or a recreated topic. Returns where to resume."""
         if got < expected:
-            log.warning("%s: offsets start again at %d: the topic was created again", self.name, got)
+            log.warning("%s: offset %d %s; reading on from %d", self.name, expected, _NOT_IN_LOG, got)
             self._handler.reset()
             self._give_back()
             return got

@@ -104,6 +104,19 @@ async def test_a_group_whose_offset_is_no_longer_in_the_log_commits_where_it_goe
     assert setup.count("expired_total") == 12
 
 
+async def test_a_group_whose_offset_is_past_the_end_reads_all_of_the_log_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup = Setup(FakeGroup(LOG, group=12))
+    await setup.read()
+    assert setup.handler.delivered == list(range(10))
+    (message,) = caplog.messages
+    assert message.endswith(
+        "offset 12 is not in the log: the topic was created again, or a broker has lost its last records; reading on"
+        " from 0"
+    )
+
+
 async def test_heartbeats_go_on_while_a_large_batch_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(FakeGroup([ConsumedRecord(offset, b"", 1000) for offset in range(100)], group=100))
     loop, turns_of_recalls = asyncio.get_running_loop(), list[int]()
@@ -215,7 +228,7 @@ async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
     assert second.handler.delivered == second.handler.recalled == []
 
 
-async def test_a_topic_that_is_created_again_is_delivered_from_its_start() -> None:
+async def test_a_topic_that_is_created_again_is_delivered_from_its_start(caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup(FakeGroup(LOG))
 
     def recreate(offset: int) -> None:
@@ -226,6 +239,8 @@ async def test_a_topic_that_is_created_again_is_delivered_from_its_start() -> No
     await setup.read()
     assert setup.handler.forgotten == 1
     assert setup.handler.delivered == [*range(10), 0, 1, 2]
+    assert [text for text in caplog.messages if "a broker has lost its last records" in text] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 async def test_records_that_retention_removed_before_they_were_read_are_counted() -> None:
