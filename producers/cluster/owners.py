@@ -6,7 +6,7 @@ that are paused.
 On failure: a chain that can't be followed now is incomplete, and tried again; what is known of it stays. An owner that
 is gone, or that may not be read, is the last of its chain. A refused request is tried again with pauses that grow to
 ten minutes, because an API server that has just started refuses what it allows later. After an invalid answer it is
-tried again in ten minutes. An API group that does not answer is tried again with growing pauses.
+tried again in ten minutes. An API group that does not answer, or is not there, is tried again with growing pauses.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 KEPT_S = 3600.0  # how long an owner's link is cached for other pods
 MOST_LINKS = 16_384
 DEEPEST = 8  # the most owners of a chain
-AGAIN_S = 600.0  # the pause after an unknown kind or an invalid answer; the longest pause after refusals
+AGAIN_S = 600.0  # the pause after an unknown kind or an invalid answer; the longest after refusals and unknown groups
 REFUSED_S = 5.0  # the pause after a first refusal; four times as long after each further one
-NEW_KIND_S = 30.0  # how soon a group is read again for a kind that it did not serve
+NEW_KIND_S = 30.0  # how soon a group is read again for a kind that it did not serve, or if it was not there
 MOST_GROUPS = 256
 AT_ONCE = 4  # requests of one API group at the same time: one that hangs holds up no other
 TIMEOUT_S = 5.0
@@ -174,8 +174,13 @@ class OwnerLookup:
                 return self._handle_refusal(group, owner, "", answer)
             resources = decode(_RESOURCES, answer.body).resources or () if answer.status == 200 else ()
             kinds = {res.kind: Kind(res.name, res.namespaced) for res in resources if "/" not in res.name}
-            group.kinds, group.read_s, group.failures = kinds, self._clock(), 0
-        return kinds.get(owner.kind) or self._end_chain(owner, "unknown_kind", AGAIN_S)
+            group.kinds, group.read_s = kinds, self._clock()
+            group.failures = group.failures + 1 if answer.status == 404 else 0
+        if owner.kind in kinds:
+            return kinds[owner.kind]
+        # a 404 may be that of a proxy, or of an API server that has not heard of a new group yet
+        soon_s = NEW_KIND_S * 2 ** min(group.failures - 1, 10)
+        return self._end_chain(owner, "unknown_kind", min(AGAIN_S, soon_s) if group.failures else AGAIN_S)
 
     def _handle_refusal(self, group: _ApiGroup, owner: Owner, namespace: str, answer: Answer) -> Link:
         """The link after any other status: the API group is away for now, or the owner may not be read. Old denials are

@@ -341,6 +341,22 @@ async def test_an_unknown_kind_ends_the_chain_until_the_api_server_has_it() -> N
         await eventually(lambda: bench.learned[-1] == ("ray-1", ["RayCluster/tune", "RayJob/tune"]))
 
 
+async def test_a_group_that_is_not_served_at_the_moment_is_read_again_soon_and_then_less_and_less_often() -> None:
+    async with Bench().running() as bench:
+        assert await bench.chain(RAY) == ["RayCluster/tune"]
+        asked_s, began_s = list[float](), bench.clock.now_s
+        while bench.clock.now_s < began_s + 2 * AGAIN_S:
+            await bench.pass_s(5)
+            asked_s += [bench.clock.now_s - began_s] * (bench.api.requested.count("/apis/ray.io/v1") - 1 - len(asked_s))
+        assert asked_s[0] <= 1.4 * NEW_KIND_S
+        assert 3 <= len(asked_s) <= 6
+
+        bench.api.serves("/apis/ray.io/v1", RAY_RESOURCES)
+        bench.api.has(RAY_PATH, RAY, RAY_JOB)
+        await bench.pass_s(AGAIN_S * 1.3)
+        await eventually(lambda: bench.learned[-1] == ("ray-1", ["RayCluster/tune", "RayJob/tune"]))
+
+
 @pytest.mark.parametrize(
     "owner",
     [
