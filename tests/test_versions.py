@@ -1,7 +1,9 @@
 """Every reader of this version can read records of a later version: unknown fields and words change nothing else."""
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +29,7 @@ from topics.samples import TOPIC as SAMPLES
 from topics.samples import Sample
 from topics.topic import Topic, decoder, load_topics
 
+SCHEMAS = Path(__file__).parents[1] / "topics" / "schemas"
 RECORDS = [topic for topic in load_topics().values() if topic.record is not None]
 TEXTS = ("info", "labels", "annotations", "namespace_labels", "node_labels")
 MAPS: dict[str, Any] = {"metrics": 0.5, "xids": 1, "resolved": 1} | dict.fromkeys(TEXTS, "new")
@@ -116,6 +119,18 @@ def test_unknown_words_are_read_as_they_are(topic: Topic) -> None:
     read = msgspec.to_builtins(decoder(topic.record)(encoded(later(topic.example))))
     for key in UNKNOWN_WORDS.keys() & topic.example.keys():
         assert read[key] == UNKNOWN_WORDS[key]
+
+
+def test_no_field_but_scope_refuses_an_unknown_word() -> None:
+    names: set[str] = set()
+    for schema in SCHEMAS.glob("*.json"):
+        for record in json.loads(schema.read_text())["$defs"].values():
+            names |= {name for name, field in record.get("properties", {}).items() if _is_enumerated(field)}
+    assert names == {"schema", "scope"}
+
+
+def _is_enumerated(field: Json) -> bool:
+    return "enum" in field or any("enum" in option for option in field.get("anyOf", ()))
 
 
 def test_another_schema_is_refused() -> None:
