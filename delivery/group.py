@@ -8,6 +8,7 @@ another process uses this one's instance id.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from typing import Any, Protocol
 
 from aiokafka import TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import (
     CommitFailedError,
     IllegalStateError,
@@ -26,8 +26,7 @@ from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.structs import OffsetAndMetadata
 
-from delivery import clients
-from delivery.assignor import CoPartitioned, claim_of
+from delivery.assignor import CoPartitioned
 from delivery.clients import OffsetClient, close, connect_consumer, to_kafka
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
@@ -195,12 +194,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._joined = False
         self._partition_watch.clear()
         await self._member.revoked()
-        if self.settings.instance_id is not None and (host := await self._find_successor()):
-            reason = (
+        if host := await self._assignor.successor(self.connection, self.name):
+            self._fail(
                 f"another process has joined the group {self.name} with the instance id"
                 f" {self.settings.instance_id}, from {host}: give each process an id of its own"
             )
-            self._fail(reason)
             self._evicted = asyncio.current_task()
             await asyncio.Event().wait()  # joining again would evict the other process
 
@@ -210,33 +208,6 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._joined = True
         self._health.joined()
         self._member.assigned(self.assignment())
-
-    async def _find_successor(self) -> str | None:
-        """The host of a process that joined with our instance id and started after us; None if there is none.
-
-        The broker gives a static member's place to whichever process joined last with its id. The evicted process would
-        take the place back by joining again.
-        """
-        own = self._assignor.claim
-        admin = clients.admin(self.connection, client_id=self.name)
-        try:
-            async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
-                await admin.start()
-                responses = await admin.describe_consumer_groups([self.name])
-        except (KafkaError, OSError, TimeoutError) as error:
-            log.info("who else is in the group %s is not known: %s", self.name, describe(error))
-            return None
-        finally:
-            await close(admin)
-        for *_, members in (group for response in responses for group in response.groups):
-            for _, _, host, metadata, *_ in members:
-                if not metadata:  # it is empty during a rebalance
-                    continue
-                claim = claim_of(ConsumerProtocolMemberMetadata.decode(metadata).user_data)
-                same_id = claim.instance == own.instance and claim.process != own.process
-                if same_id and (claim.started_ms, claim.process) > (own.started_ms, own.process):
-                    return str(host)
-        return None
 
     # -- watching
 
@@ -403,12 +374,10 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def positions(self, tps: Iterable[Partition]) -> Mapping[Partition, int]:
         """The next offset to read of each partition; those without a position are left out."""
         positions: dict[Partition, int] = {}
-        try:
+        with contextlib.suppress(KafkaError, AssertionError, TimeoutError):
             async with asyncio.timeout(_POSITION_TIMEOUT_S):
                 for tp in tps:
                     positions[tp] = await self._consumer.position(self._to_kafka(tp))
-        except (KafkaError, AssertionError, TimeoutError):
-            pass
         return positions
 
     def end(self, tp: Partition) -> int | None:
