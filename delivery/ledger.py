@@ -121,7 +121,3 @@ class Ledger:
         if slot.epoch == self.epoch and not slot.done:
             self.open_bytes -= slot.size
             slot.size = 0
-
-    def unfinished(self) -> int:
-        """The number of records that were read and are not finished."""
-        return sum(not slot.done for window in self._windows.values() for slot in window)

@@ -50,14 +50,10 @@ class Mismatch(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Topics that a component may use: their numbers of partitions, and the mismatches that do no harm.
-
-    ``unchecked`` is the reason why the settings were not checked, or None.
-    """
+    """Topics that a component may use: their numbers of partitions, and the mismatches that do no harm."""
 
     partitions: Mapping[str, int]
     harmless: tuple[Mismatch, ...] = ()
-    unchecked: str | None = None
 
 
 class ContractMismatch(BrokerError):
@@ -133,14 +129,14 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     )
     topics = reads | writes | describes
     async with connect(connection) as admin:
-        descriptions, unchecked = await _inspect(admin, [*topics, *optional])
+        descriptions, _ = await _inspect(admin, [*topics, *optional])
     _require(descriptions, {"Read": reads, "Write": writes, "Describe": describes})
     descriptions = {name: description for name, description in descriptions.items() if description.partitions}
     differences = mismatches(topics.values(), descriptions, optional.values())
     if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
         raise ContractMismatch(breaking, command(connection))
     partitions = {connection.unprefixed(name): descriptions[name].partitions for name in topics}
-    return Checked(partitions, tuple(differences), unchecked)
+    return Checked(partitions, tuple(differences))
 
 
 def _require(descriptions: Mapping[str, TopicDescription], needed: Mapping[str, Iterable[str]]) -> None:

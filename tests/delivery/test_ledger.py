@@ -27,7 +27,7 @@ def test_the_position_is_the_offset_after_the_finished_prefix(
         ledger.finish(slots[index])
     first_open = next((i for i in range(12) if i not in finished_numbers), 12)
     assert ledger.position(TP) == (offsets[first_open - 1] + 1 if first_open else 5)
-    assert ledger.unfinished() == ledger.held["ticks"] == 12 - finished
+    assert ledger.held["ticks"] == 12 - finished
     assert ledger.open_bytes == sum(offsets[i] for i in range(12) if i not in finished_numbers)
     assert ledger.position(OTHER_TP) == 0
 
@@ -53,7 +53,7 @@ def test_every_record_that_was_read_is_finished_or_held_or_forgotten(actions: li
             slot.outcome = ("delivered",) if action == "finish" else ("duplicate",)
             ledger.finish(slot)
         counts, open_count = ledger.counts, ledger.held["ticks"]
-        assert open_count == ledger.unfinished()
+        assert open_count == sum(slot.epoch == ledger.epoch for slot in slots)
         assert counts["ticks", "read"] == open_count + sum(
             counts["ticks", end] for end in ("delivered", "duplicate", "released")
         )
@@ -78,7 +78,7 @@ def test_a_record_that_is_set_aside_holds_its_offset_back_but_no_bytes() -> None
     first_record, second_record = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
     ledger.set_aside(first_record)
     ledger.finish(second_record)
-    assert (ledger.open_bytes, ledger.position(TP), ledger.unfinished()) == (0, 0, 1)
+    assert (ledger.open_bytes, ledger.position(TP), ledger.held.total()) == (0, 0, 1)
     ledger.finish(first_record)
     ledger.set_aside(second_record)
     assert (ledger.open_bytes, ledger.position(TP)) == (0, 2)
@@ -108,7 +108,7 @@ def test_forgetting_leaves_nothing_open_and_no_position() -> None:
     ledger = ledger_at()
     ledger.admit(TP, 0, 10)
     ledger.forget()
-    assert (ledger.unfinished(), ledger.open_bytes, ledger.ready, ledger.positions()) == (0, 0, False, {})
+    assert (ledger.held.total(), ledger.open_bytes, ledger.ready, ledger.positions()) == (0, 0, False, {})
     assert ledger.expected(TP) is None
 
 

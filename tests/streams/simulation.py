@@ -393,4 +393,4 @@ class World:
             assert self.broker.committed.get(tp, 0) >= last + 1, f"{tp}: {self.broker.committed} of {last + 1}"
         for process in self.processes:
             assert process.reader.ledger.open_bytes == 0
-            assert process.reader.ledger.unfinished() == 0
+            assert process.reader.ledger.held.total() == 0

@@ -95,7 +95,7 @@ async def test_one_record_that_is_held_stops_nothing_but_its_own_commit() -> Non
     assert len(desk.offsets(TICKS)) == 5000
     await desk.reader.commit()
     assert desk.broker.committed == {TICKS: 5}
-    assert desk.reader.ledger.unfinished() == 1
+    assert desk.reader.ledger.held.total() == 1
     assert desk.reader.ledger.open_bytes == 10
 
 

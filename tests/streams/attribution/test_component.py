@@ -62,7 +62,7 @@ async def test_a_tick_that_waits_is_not_finished_and_those_of_other_nodes_go_on(
     await app.read(SAMPLES)
 
     assert [output.node for output in app.sender.outputs()] == ["fine"] * 50
-    assert (app.position(SAMPLES), app.ledger.unfinished()) == (0, 50)
+    assert (app.position(SAMPLES), app.ledger.held.total()) == (0, 50)
 
 
 async def test_outputs_keep_the_order_of_each_nodes_ticks_whatever_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
