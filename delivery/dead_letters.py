@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
 
 from delivery.sender import Sender, Unsendable, not_sent
+from delivery.tasks import until_stopped
 from topics import dead_letters
 from topics.dead_letters import Origin
 
@@ -92,13 +93,5 @@ async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str
 
 async def until_abandoned(abandon: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Await work until ``abandon`` is set. Raises Abandoned, with the work cancelled, or what the work raises."""
-    task = asyncio.ensure_future(work)
-    abandoned = asyncio.ensure_future(abandon.wait())
-    try:
-        await asyncio.wait((task, abandoned), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Abandoned
-        await task
-    finally:
-        abandoned.cancel()
-        task.cancel()
+    if not await until_stopped(abandon, work):
+        raise Abandoned

@@ -14,8 +14,9 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
     return False
 
 
-async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, and cancel it once ``stop`` is set; returns when it has ended. Raises what the work raises."""
+async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work, and cancel it once ``stop`` is set. Returns when it has ended, and whether it was not cancelled.
+    Raises what the work raises."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -25,6 +26,7 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait((working, stopping))
     if not working.cancelled():
         working.result()
+    return not working.cancelled()
 
 
 @contextlib.asynccontextmanager

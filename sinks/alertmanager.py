@@ -28,6 +28,7 @@ from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
+from delivery.tasks import set_within
 from sinks import outcomes, receiver
 from sinks.alerts import Transitions, batches, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
@@ -255,10 +256,7 @@ class Notifier:
     async def resend(self) -> None:
         """Send the active alerts periodically, until cancelled."""
         while True:
-            try:
-                async with asyncio.timeout(self._next_s - time.monotonic()):
-                    await self._wake.wait()
-            except TimeoutError:
+            if not await set_within(self._wake, self._next_s - time.monotonic()):
                 self._all_due()
             self._wake.clear()
             due, self._due = self._due, set()

@@ -36,6 +36,7 @@ import aiohttp
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instrument, Instruments
 from delivery.proxy import proxy_of
+from delivery.tasks import set_within
 from sinks.settings import HttpSettings
 
 log = logging.getLogger(__name__)
@@ -195,12 +196,8 @@ async def pause(
     delay = min(max_s, first_s * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
     if retry_after_s is not None:
         delay = max(delay, min(retry_after_s, MAX_RETRY_AFTER_S))
-    try:
-        async with asyncio.timeout(delay):
-            await abandon.wait()
-    except TimeoutError:
-        return
-    raise Abandoned
+    if await set_within(abandon, delay):
+        raise Abandoned
 
 
 class Request(NamedTuple):

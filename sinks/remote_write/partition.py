@@ -13,7 +13,6 @@ are known to be accepted: only a later sample of its node could make it out of o
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ import msgspec
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
+from delivery.tasks import set_within
 from sinks.consumer import TURN_RECORDS
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
@@ -120,9 +120,7 @@ class RemoteWritePartition:
                     self._count(*self._counts.pop(offset))
                 yield finished[-1] + 1
             elif sending or (self._is_full() and not leaving):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_COUNT_EVERY_S):
-                        await self._moved.wait()
+                await set_within(self._moved, _COUNT_EVERY_S)
                 self._queue.pump()
             else:
                 return
