@@ -76,12 +76,12 @@ class DeadLetters:
             except Unsendable as unsendable:
                 log.error("%s: not even its dead letter could be sent: %s", origin, unsendable)
 
-        this = object()  # readers of several groups may write a letter of the same record
-        self._waiting_since_s[this] = time.monotonic()
+        token = object()  # readers of several groups may write a letter of the same record
+        self._waiting_since_s[token] = time.monotonic()
         try:
             await until_abandoned(abandon, send())
         finally:
-            del self._waiting_since_s[this]
+            del self._waiting_since_s[token]
 
 
 async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:

@@ -184,8 +184,8 @@ class Reader:
 
     def pending_states(self) -> list[Partition]:
         """The state partitions that have not been read to where they ended at the assignment."""
-        positions, ends = self.ledger.positions(), dict(self.state_ends)  # copied: the watchdog's thread calls this too
-        return [tp for tp, end in ends.items() if positions.get(tp, end) < end]
+        read_to, ends = self.ledger.positions(), dict(self.state_ends)  # copied: the watchdog's thread calls this too
+        return [tp for tp, end in ends.items() if read_to.get(tp, end) < end]
 
     # -- the loop
 

@@ -186,7 +186,7 @@ class WriteTasks:
 
 
 class Clocks:
-    """The worker's own clocks. They only decide which nodes are silent; tests replace them."""
+    """The worker's own clocks; tests replace them."""
 
     def monotonic_s(self) -> float:
         """Seconds of the monotonic clock."""

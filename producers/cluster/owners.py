@@ -173,7 +173,7 @@ class OwnerLookup:
             if answer.status not in (200, 404):
                 return self._handle_refusal(group, owner, "", answer)
             resources = decode(_RESOURCES, answer.body).resources or () if answer.status == 200 else ()
-            kinds = {res.kind: Kind(res.name, res.namespaced) for res in resources if "/" not in res.name}
+            kinds = {row.kind: Kind(row.name, row.namespaced) for row in resources if "/" not in row.name}
             group.kinds, group.read_s = kinds, self._clock()
             group.failures = group.failures + 1 if answer.status == 404 else 0
         if owner.kind in kinds:

@@ -109,7 +109,7 @@ class SimulatedFleet:
     ) -> None:
         self.drain_s = DRAIN_S
         self._settings = settings
-        self._fleet = settings.made(*parse_size(settings.fleet))
+        self._fleet = settings.fleet_of(*parse_size(settings.fleet))
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
@@ -168,9 +168,9 @@ class SimulatedFleet:
     async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
         interval_ms = round(self._settings.interval_s * 1000)
         order = self._fleet.order(interval_ms)
-        number, made = self._clock.elapsed_ms() // interval_ms, 0
+        number, ticks = self._clock.elapsed_ms() // interval_ms, 0
         read_ms: dict[int, int] = {}
-        while self._settings.stop_after_ticks is None or made < self._settings.stop_after_ticks:
+        while self._settings.stop_after_ticks is None or ticks < self._settings.stop_after_ticks:
             for phase_ms, index in order:
                 after_ms = read_ms.get(index, -1)  # a tick of the same millisecond would begin another run
                 if not await self._wait(stop, max(number * interval_ms + phase_ms, after_ms + 1)):
@@ -186,7 +186,7 @@ class SimulatedFleet:
                     file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
                     file.flush()
                     self._instruments.counter(TRUTHS).inc(len(rows))
-            made += 1
+            ticks += 1
             late = self._clock.elapsed_ms() // interval_ms - number - 1
             if late > 0:
                 self._instruments.counter(MISSED).inc(late * len(order))

@@ -62,12 +62,12 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
         except ValueError as error:
             found.append(str(error))
         try:
-            self.made(*size)
+            self.fleet_of(*size)
         except ValueError as error:
             found.append(str(error))
         return found
 
-    def made(self, nodes: int, gpus: int) -> Fleet:
+    def fleet_of(self, nodes: int, gpus: int) -> Fleet:
         """A fleet of that size. Raises ValueError if there is none."""
         return Fleet(
             nodes,

@@ -246,8 +246,8 @@ def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, li
         start = at
     pieces += [_LabelSlice(start, len(shape.names), sample)] if start < len(shape.names) else [sample]
     refs = (len(shape.names) + len(own)) * 2 * shape.ref_width
-    said = _HELP_REF + varint(symbols[row.help]) + _UNIT_REF + varint(symbols[row.unit])
-    metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + said)
+    help_and_unit = _HELP_REF + varint(symbols[row.help]) + _UNIT_REF + varint(symbols[row.unit])
+    metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + help_and_unit)
     labels = bytes((_LABELS_REFS,)) + varint(refs)
     size = len(labels) + refs + len(sample) - 1 + VALUE_BYTES + 1 + shape.ts_width + start_bytes
     head = bytes((_TIMESERIES,)) + varint(size + len(metadata) + start_bytes) + labels

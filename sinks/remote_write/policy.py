@@ -72,7 +72,7 @@ class Answer(NamedTuple):
     retry_after_s: float | None = None
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The answer in one line."""
         text = " ".join(self.text.split())[:200]
         return f"HTTP {self.status}: {text}".rstrip(": ") if self.status else text

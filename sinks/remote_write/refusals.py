@@ -182,7 +182,7 @@ class Deliverer:
     def __init__(
         self,
         sender: RemoteWriteSender,
-        made: Instruments,
+        instruments: Instruments,
         clock_s: Callable[[], float] = time.monotonic,
         *,
         at_once: int = 8,
@@ -191,7 +191,7 @@ class Deliverer:
         self._left_out = LeftOut()
         self._size = RequestSize()
         self._clock_s = clock_s
-        made.gauge("gpustream_remote_write_series_left_out").set_function(self._left_out.__len__)
+        instruments.gauge("gpustream_remote_write_series_left_out").set_function(self._left_out.__len__)
 
     async def deliver(self, ticks: Sequence[Sequence[SampleGroup]], abandon: asyncio.Event) -> list[Delivered]:
         """Send ticks in one request, or in several if that is too large or refused.

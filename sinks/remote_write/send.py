@@ -144,8 +144,8 @@ class RemoteWriteSender:
             if means == "accepted":
                 self._newest = groups[-1:]
                 return None
-            said = answer.said + _HINTS.get(answer.status, "")
-            if means == "misconfigured" and await self.accepts_anything(groups, accepted_until_now, said, abandon):
+            reason = answer.summary + _HINTS.get(answer.status, "")
+            if means == "misconfigured" and await self.accepts_anything(groups, accepted_until_now, reason, abandon):
                 means = "server-error"  # something before the receiver objects to this request
             errors = errors + 1 if means == "server-error" else 0
             if errors == SERVER_ERRORS and self.accepted == accepted_before:
@@ -157,16 +157,16 @@ class RemoteWriteSender:
             if means == "not-2.0" and not self._fixed:  # what was refused too waits until a small request is accepted
                 self._fall_back(answer)
                 if answer.status >= 400:
-                    await self.accepts_anything(groups, self.accepted, answer.said, abandon)
+                    await self.accepts_anything(groups, self.accepted, answer.summary, abandon)
             elif means == "not-2.0":
-                self._begin_hold(answer.said + _NOT_2_0)
+                self._begin_hold(answer.summary + _NOT_2_0)
             else:
                 unanswered = True
                 await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
 
     async def accepts_anything(
-        self, groups: Sequence[SampleGroup], since: int, said: str, abandon: asyncio.Event
+        self, groups: Sequence[SampleGroup], since: int, reason: str, abandon: asyncio.Event
     ) -> bool:
         """Whether the receiver, which refused these groups, accepts anything: requests after ``since``, or a probe.
 
@@ -174,13 +174,13 @@ class RemoteWriteSender:
         """
         if self.accepted > since or await self._probe(groups, 0):
             return True
-        self._begin_hold(said)
+        self._begin_hold(reason)
         await self._hold(groups, abandon)
         return False
 
-    def _begin_hold(self, said: str) -> None:
+    def _begin_hold(self, reason: str) -> None:
         """The receiver refuses everything: from now on send it only a small request now and then."""
-        self.failing = f"it refuses everything: {said}"
+        self.failing = f"it refuses everything: {reason}"
         self._instruments.gauge("gpustream_remote_write_receiver_failing").set(1)
         if self._holding:
             return
@@ -190,7 +190,7 @@ class RemoteWriteSender:
         if time.monotonic() - self._hold_logged_s >= _LOG_EVERY_S:
             self._hold_logged_s = time.monotonic()
             log.warning(
-                "the receiver refuses everything, and is asked now and then; the records wait in Kafka: %s", said
+                "the receiver refuses everything, and is asked now and then; the records wait in Kafka: %s", reason
             )
 
     async def _hold(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> None:
@@ -264,7 +264,7 @@ class RemoteWriteSender:
             instruments.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
             self._end_hold()
         elif means in {"again", "server-error"}:
-            self.failing = f"{means}: {answer.said}" if answer.status else answer.text
+            self.failing = f"{means}: {answer.summary}" if answer.status else answer.text
             if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
                 log.warning("remote write is not accepted, trying again: %s", self.failing)

@@ -137,14 +137,14 @@ class RemoteWriteSink:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
-        settings, made = self.settings, self._instruments
+        settings, instruments = self.settings, self._instruments
         client, sender = Client(settings), Sender(settings.connection(), client_id=settings.group)
-        self._receiver = RemoteWriteSender(client.post, settings.protocol, made)
+        self._receiver = RemoteWriteSender(client.post, settings.protocol, instruments)
         shared = RemoteWriteShared(
-            deliverer=Deliverer(self._receiver, made, at_once=settings.max_in_flight),
+            deliverer=Deliverer(self._receiver, instruments, at_once=settings.max_in_flight),
             letters=DeadLetters(sender, "sink remote-write"),
             outcomes=self._outcomes,
-            instruments=made,
+            instruments=instruments,
             slots=asyncio.Semaphore(settings.max_in_flight),
             max_samples=settings.max_request_samples,
             stale_after_s=settings.stale_after_s,
@@ -157,7 +157,7 @@ class RemoteWriteSink:
             settings.max_labels,
             relabelling=relabelling,
             by_pod=settings.parts_by_pod,
-            on_cut=made.counter("gpustream_remote_write_labels_cut_total").inc,
+            on_cut=instruments.counter("gpustream_remote_write_labels_cut_total").inc,
         )
 
         resolution = settings.resolution()
@@ -178,7 +178,7 @@ class RemoteWriteSink:
         ]
         self._reader = GroupReader(settings, sources, self._outcomes, shared.letters)
         try:
-            async with following(settings, translator, made, COMPONENT), connecting(sender):
+            async with following(settings, translator, instruments, COMPONENT), connecting(sender):
                 await self._reader.run(stop)
         finally:
             await queue.close()

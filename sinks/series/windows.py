@@ -255,13 +255,13 @@ def _gauges(rows: Rows) -> tuple[int, ...]:
 
 def _aggregate_set(series: SeriesSet, aggregates: tuple[Aggregate, ...]) -> SeriesSet:
     """The set with the aggregates of a set's gauges: the same object for the same arguments."""
-    made: SeriesSet | None = series.cache.get((_aggregate_set, aggregates))
-    if made is None:
+    aggregate_set: SeriesSet | None = series.cache.get((_aggregate_set, aggregates))
+    if aggregate_set is None:
         gauges, columns = _gauges(series.rows), _columns(series.rows, aggregates)
         rows = tuple([_aggregated(series.rows[gauges[gauge]], name) for name, gauge in columns.added])
-        made = series.cache[_aggregate_set, aggregates] = SeriesSet(series.labels, rows, series.subject)
-    made.set_producer(series.start_ms, series.node)
-    return made
+        aggregate_set = series.cache[_aggregate_set, aggregates] = SeriesSet(series.labels, rows, series.subject)
+    aggregate_set.set_producer(series.start_ms, series.node)
+    return aggregate_set
 
 
 @lru_cache(maxsize=4096)

@@ -180,12 +180,12 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 self._group_offsets.pop((number, record.key), None)
         else:
             group = _decode_grouped(groups.decode_group, record)
-            known, whose = group_by_key.get(record.key), (number, record.key)
+            known, offset_key = group_by_key.get(record.key), (number, record.key)
             if known is None or not groups.is_later(known, group):
                 group_by_key[record.key] = group
                 if known is None or groups.is_later(group, known):
-                    self._group_offsets[whose] = slot.offset
-            elif slot.offset > self._group_offsets.get(whose, -1):
+                    self._group_offsets[offset_key] = slot.offset
+            elif slot.offset > self._group_offsets.get(offset_key, -1):
                 # written late, by a worker that had lost the partition: make the latest the last one in the topic
                 self._write_tasks.start(self.app, self._write_again(number, record.key, self.app.reader.ledger.epoch))
 
