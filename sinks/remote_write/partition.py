@@ -72,7 +72,7 @@ class RemoteWritePartition:
         self._log_s = 0.0  # log time, without gaps
         self._logged_ms = 0
         self._newest: dict[bytes | None, SeriesTick] = {}
-        self._closed = 0
+        self._enqueued = 0
         self._progress = Progress(queue.clock_s())
         queue.partitions.add(self._progress)
         self._ledger = Ledger()
@@ -127,7 +127,7 @@ class RemoteWritePartition:
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Close the windows of silent nodes, and end the series of those that have nothing unfinished."""
-        self._progress.at_end |= not self._closed
+        self._progress.at_end |= not self._enqueued
         now_s, after_s = time.monotonic(), self._shared.stale_after_s
         for key in [key for key, read in self._open.items() if now_s - read.read_s >= after_s]:
             self._close(key)
@@ -160,7 +160,7 @@ class RemoteWritePartition:
         self._lanes.clear()
         self._open.clear()
         self._newest.clear()
-        self._closed = 0
+        self._enqueued = 0
         self._ledger.forget()
         self._abandon = None
 
@@ -197,7 +197,7 @@ class RemoteWritePartition:
         if lane is None:
             lane = self._lanes[read.record.key] = Lane(self._series, WeakMethod(self._settle), self._moved, abandon)
         lane.waiting.append(read)
-        self._closed += 1
+        self._enqueued += 1
         if len(lane.waiting) == 1 and not lane.busy:
             self._queue.ready(lane)
 
@@ -236,7 +236,7 @@ class RemoteWritePartition:
     def _is_full(self) -> bool:
         """Whether no more records should be read before some are finished."""
         if self._windows:
-            return self._closed >= AHEAD_RECORDS  # open windows do not count: they close only when more is read
+            return self._enqueued >= AHEAD_RECORDS  # open windows do not count: they close only when more is read
         ahead = (self._ledger.expected(self._tp) or 0) - (self._ledger.position(self._tp) or 0)
         return ahead >= AHEAD_RECORDS or self._ledger.open_bytes >= AHEAD_BYTES // len(self._queue.partitions)
 
@@ -257,7 +257,7 @@ class RemoteWritePartition:
                 if read.slot.epoch != self._ledger.epoch:
                     return
             values = self._settle_tick(tick, result, read.read_s) if tick and result else _Values()
-            self._closed -= 1
+            self._enqueued -= 1
             of_earlier: Outcome = "delivered" if outcome == "dead_lettered" else outcome
             for slot, sample in read.earlier:
                 self._finish(slot, of_earlier, why, sample, _Values())

@@ -45,9 +45,9 @@ _FORGET_EVERY_S = 600.0
 NodeRecord = Sample | Allocations | NodeWorkloads
 
 _DECODERS: Mapping[str, Callable[[bytes], NodeRecord]] = {
-    "gpu.samples": decoder(Sample),
-    "gpu.allocations": decoder(Allocations),
-    "gpu.workloads": decoder(NodeWorkloads),
+    SAMPLES: decoder(Sample),
+    ALLOCATIONS: decoder(Allocations),
+    WORKLOADS: decoder(NodeWorkloads),
 }
 
 INSTRUMENTS = (
