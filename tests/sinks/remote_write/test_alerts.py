@@ -9,20 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivery.dead_letters import Abandoned, DeadLetters
-from delivery.instruments import Instruments
-from sinks.outcomes import Outcomes
+from delivery.dead_letters import Abandoned
 from sinks.remote_write.alerts import AlertPartition, AlertSeries, labels
-from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import Protocol
-from sinks.remote_write.refusals import Deliverer
-from sinks.remote_write.send import RemoteWriteSender
-from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
-from tests.sinks.records import ConsumedRecord, FakeSender
+from tests.sinks.records import ConsumedRecord
 from tests.sinks.remote_write.receivers import KINDS, STALE_BITS, Kind, Receiver, of_every_kind
+from tests.sinks.remote_write.setup import SharedSetup
 from topics.alerts import Alert, AlertGpu
 
 MINUTE_MS = 60_000
@@ -31,7 +26,7 @@ Point = tuple[int, float | str]
 """When, in milliseconds after the first alert's start, and what: 1, or the end."""
 
 
-class Setup:
+class Setup(SharedSetup):
     """A partition's handler between records and a receiver, with its own clock in milliseconds after the start."""
 
     def __init__(
@@ -41,27 +36,10 @@ class Setup:
         max_samples: int = 1000,
         relabelling: Relabelling | None = None,
     ) -> None:
-        self.receiver = receiver or Receiver()
-        self.sender = FakeSender()
-        self.instruments = Instruments(INSTRUMENTS)
-        self.counted = Outcomes(COMPONENT, self.instruments)
+        super().__init__(receiver, protocol, max_samples)
         self.now_ms = 0
-        self.abandon = asyncio.Event()
-        shared = RemoteWriteShared(
-            deliverer=Deliverer(
-                RemoteWriteSender(self.receiver.post, protocol, self.instruments, first_s=0.0, probe_s=0.0),
-                self.instruments,
-            ),
-            letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
-            outcomes=self.counted,
-            instruments=self.instruments,
-            slots=asyncio.Semaphore(2),
-            max_samples=max_samples,
-            stale_after_s=0.0,
-        )
-        self.handler = AlertPartition(
-            AlertSeries(relabelling=relabelling or Relabelling()), shared, lambda: (START_MS + self.now_ms) / 1000
-        )
+        series = AlertSeries(relabelling=relabelling or Relabelling())
+        self.handler = AlertPartition(series, self.shared, lambda: (START_MS + self.now_ms) / 1000)
 
     async def deliver(self, now_ms: int, *records: ConsumedRecord) -> None:
         self.now_ms = now_ms
@@ -77,22 +55,6 @@ class Setup:
         series = frozenset({("__name__", "gpu_alert_firing"), *labels(of_alert)})
         stored = self.receiver.stored.get(series, [])
         return [(ts_ms - START_MS, END if bits == STALE_BITS else 1.0) for ts_ms, bits in stored]
-
-    def ends(self) -> dict[str, int]:
-        names = ("delivered", "duplicate", "dropped", "dead_lettered")
-        counts = {end: self.count(f"records_{end}_total") for end in names}
-        return {end: number for end, number in counts.items() if number}
-
-    def count(self, name: str) -> int:
-        metric = f"gpustream_remote_write_{name}"
-        return int(
-            sum(
-                sample.value
-                for m in self.instruments.registry.collect()
-                for sample in m.samples
-                if sample.name == metric
-            )
-        )
 
 
 def ended_alert(after_ms: int) -> Alert:

@@ -11,16 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivery.dead_letters import Abandoned, DeadLetters
-from delivery.instruments import Instruments
-from sinks.outcomes import Outcome, Outcomes
+from delivery.dead_letters import Abandoned
+from sinks.outcomes import Outcome
 from sinks.remote_write.nodes import OpenSeries
-from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
+from sinks.remote_write.partition import RemoteWritePartition
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.queue import Queue
-from sinks.remote_write.refusals import Deliverer
-from sinks.remote_write.send import RemoteWriteSender
-from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.model import SeriesSet
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
@@ -28,16 +24,16 @@ from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from tests.growth import kept
 from tests.sinks.conftest import KEYS, SERIES, device, sample
-from tests.sinks.records import ConsumedRecord, FakeSender, encoded, record
+from tests.sinks.records import ConsumedRecord, encoded, record
 from tests.sinks.remote_write.receivers import KINDS, STALE_BITS, Kind, Receiver, of_every_kind
+from tests.sinks.remote_write.setup import SharedSetup
 from tests.sinks.remote_write.wire import Sample
 from topics.profiles import PROFILES
 
 PER_DEVICE = len(SERIES)
-ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 
 
-class Setup:
+class Setup(SharedSetup):
     """A partition's handler between records and a receiver, with all its counters."""
 
     def __init__(
@@ -50,29 +46,22 @@ class Setup:
         relabelling: Relabelling | None = None,
         stale_after_s: float = 0.0,
     ) -> None:
+        super().__init__(
+            receiver,
+            protocol,
+            max_samples,
+            probe_s=probe_s,
+            stale_after_s=stale_after_s,
+            on_outcome=self._record_outcome,
+            clock_s=lambda: self.now_s,
+        )
         self.resolution = resolution
         self.translator = Translator([PROFILES["otel"]], relabelling=relabelling or Relabelling())
         self.now_s = self.queue_s = 0.0
-        self.receiver = receiver or Receiver()
-        self.sender = FakeSender()
-        self.instruments = Instruments(INSTRUMENTS)
         self.outcomes: list[tuple[str, int, Outcome]] = []
-        self.counted = Outcomes(COMPONENT, self.instruments, self._record_outcome)
         self.steps: list[int] = []
-        self.abandon = asyncio.Event()
-        self.transmitter = RemoteWriteSender(
-            self.receiver.post, protocol, self.instruments, first_s=0.0, probe_s=probe_s
-        )
-        self.shared = shared = RemoteWriteShared(
-            deliverer=Deliverer(self.transmitter, self.instruments, lambda: self.now_s),
-            letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
-            outcomes=self.counted,
-            instruments=self.instruments,
-            slots=asyncio.Semaphore(2),
-            max_samples=max_samples,
-            stale_after_s=stale_after_s,
-        )
-        self.queue = Queue(shared.deliverer, at_once=2, max_samples=max_samples, clock_s=lambda: self.queue_s)
+        deliverer = self.shared.deliverer
+        self.queue = Queue(deliverer, at_once=2, max_samples=max_samples, clock_s=lambda: self.queue_s)
         self.handler = self.partition()
 
     def partition(self) -> RemoteWritePartition:
@@ -111,21 +100,6 @@ class Setup:
                 await asyncio.sleep(0)
         finally:
             self.counted.release(len(unfinished))
-
-    def count(self, name: str) -> int:
-        metric = f"gpustream_remote_write_{name}"
-        return int(
-            sum(
-                sample.value
-                for m in self.instruments.registry.collect()
-                for sample in m.samples
-                if sample.name == metric
-            )
-        )
-
-    def ends(self) -> dict[str, int]:
-        counts = {end: self.count(f"records_{end}_total") for end in ENDS}
-        return {end: number for end, number in counts.items() if number}
 
     def balanced(self) -> bool:
         remaining = self.count("records_released_total") + self.count("records_held")

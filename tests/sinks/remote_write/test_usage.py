@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivery.dead_letters import DeadLetters
-from delivery.instruments import Instruments
-from sinks.outcomes import Outcomes
-from sinks.remote_write.partition import RemoteWriteShared
-from sinks.remote_write.refusals import Deliverer
-from sinks.remote_write.send import RemoteWriteSender
-from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.remote_write.usage import UsagePartition, group_of
 from sinks.series.labels import MAX_LABELS
-from tests.sinks.records import ConsumedRecord, FakeSender
+from tests.sinks.records import ConsumedRecord
 from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.setup import SharedSetup
 from topics.profiles import LABELS, LabelSet
 from topics.usage import HOUR_MS, HOURS, Usage
 
@@ -37,24 +31,12 @@ def free(**fields: Any) -> Usage:
     return usage(**{"category": "free", "labels": {}, "used_us": 0, **no_holder, **fields})
 
 
-class Setup:
+class Setup(SharedSetup):
     """A partition's handler between records and a receiver."""
 
     def __init__(self, receiver: Receiver | None = None, label_set: LabelSet = "otel") -> None:
-        self.receiver, self.sender = receiver or Receiver(), FakeSender()
-        self.instruments = Instruments(INSTRUMENTS)
-        self.counted = Outcomes(COMPONENT, self.instruments)
-        post = RemoteWriteSender(self.receiver.post, "1.0", self.instruments, first_s=0.0, probe_s=0.0)
-        shared = RemoteWriteShared(
-            deliverer=Deliverer(post, self.instruments),
-            letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
-            outcomes=self.counted,
-            instruments=self.instruments,
-            slots=asyncio.Semaphore(2),
-            max_samples=100,
-            stale_after_s=0.0,
-        )
-        self.handler = UsagePartition(LABELS[label_set], MAX_LABELS, shared)
+        super().__init__(receiver, max_samples=100)
+        self.handler = UsagePartition(LABELS[label_set], MAX_LABELS, self.shared)
         self.offset = 0
 
     async def deliver(self, *records: Usage | bytes) -> list[int]:
@@ -73,9 +55,6 @@ class Setup:
         """The stored points by name: the hours since the start of the first hour, and the value."""
         stored = self.receiver.values()
         return {name: [((ts - START_MS) // HOUR_MS, value) for ts, value in points] for name, points in stored.items()}
-
-    def count(self, name: str, **labels: str) -> float:
-        return self.instruments.registry.get_sample_value(f"gpustream_remote_write_{name}", labels) or 0.0
 
 
 async def test_a_final_hour_is_a_sample_at_its_end() -> None:
