@@ -167,14 +167,14 @@ class WriteTasks:
         self.running: set[asyncio.Task[None]] = set()
         self.leftover: set[asyncio.Task[None]] = set()
 
-    def start(self, app: ReaderApp, work: Coroutine[Any, Any, None]) -> None:
-        """Start to write. If it fails, the process ends."""
+    def start(self, app: ReaderApp, work: Coroutine[Any, Any, None], *, failure: str = "not written") -> None:
+        """Start to write. If it fails, the process ends with ``failure`` and the error."""
 
         def on_done(task: "asyncio.Task[None]") -> None:
             self.running.discard(task)
             self.leftover.discard(task)
             if not task.cancelled() and task.exception() is not None:
-                app.fail(f"not written: {task.exception()!r}")
+                app.fail(f"{failure}: {task.exception()!r}")
 
         task = asyncio.create_task(work)
         self.running.add(task)

@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-import msgspec
 
 from delivery.connection import Connection
 from delivery.ledger import Partition
@@ -26,11 +25,9 @@ from gpustream.command import KAFKA, Command, option
 from gpustream.fleet import Fleet
 from gpustream.history import Span
 from gpustream.output import answer, is_screen
-from gpustream.ticks import decode_tick
+from gpustream.ticks import read_tick
 from gpustream.top import views
 from topics import alerts, attributed
-
-log = logging.getLogger(__name__)
 
 _READ_EVERY_S = 0.2
 _QUIET_S = 10.0
@@ -141,12 +138,7 @@ async def _read(
         for record in records:
             if reader.connection.unprefixed(record.topic) == alerts.TOPIC.name:
                 latest_alerts.update(record)
-                continue
-            try:
-                tick = decode_tick(record.value or b"")
-            except msgspec.DecodeError as error:
-                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
-            else:
+            elif (tick := read_tick(record)) is not None:
                 logged_s = min(record.timestamp / 1000, time.time())
                 fleet.observe(tick, logged_s - ahead_s, record.timestamp)
 

@@ -25,7 +25,7 @@ from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import Housekeeping, Malformed, decode_record, instruments, name_record
+from streams.stage import Housekeeping, Malformed, WriteTasks, decode_record, instruments, name_record
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder
@@ -108,7 +108,7 @@ class Joiner:
         self._forgot_s = float("-inf")
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
-        self._letters: set[asyncio.Task[None]] = set()
+        self._write_tasks = WriteTasks()
         self._attributed: Counter[str] = Counter()
 
     # -- records
@@ -202,20 +202,12 @@ class Joiner:
 
     def _on_acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
         """The broker has taken a tick: finish its sample. If it can never take it, the sample is a dead letter."""
-
-        def on_letter_written(writing: "asyncio.Task[None]") -> None:
-            self._letters.discard(writing)
-            if not writing.cancelled() and writing.exception() is not None:
-                self.app.fail(f"no dead letter could be written: {writing.exception()!r}")
-
         if sent.cancelled():
             return
         error = sent.exception()
         if isinstance(error, Unsendable):
             letter = self._housekeeping.dead_letter(self.app, slot, record, "unsendable", str(error))
-            writing = asyncio.ensure_future(letter)
-            self._letters.add(writing)
-            writing.add_done_callback(on_letter_written)
+            self._write_tasks.start(self.app, letter, failure="no dead letter could be written")
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
         elif self.app.is_current(slot):

@@ -10,7 +10,6 @@ counted; an output that is not acknowledged ends the process.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,8 +28,6 @@ from streams.usage.books import Accounting, Books, encode
 from streams.usage.books import decode as decode_books
 from streams.usage.tick import decode as decode_tick
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
-
-log = logging.getLogger(__name__)
 
 KEEP_S = 75.0
 """If a node closes no minute for this time, its books are written all the same: its ticks would delay the commit."""
