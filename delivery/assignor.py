@@ -1,12 +1,9 @@
 """Assigns partitions to the members of a group: the same numbers of all topics, with as few moves as possible.
 
 With each join a member sends the partition numbers that it had until then (its :class:`Claim`). The group's leader
-assigns the numbers. Each member keeps its own up to its share, and the rest goes to those with the fewest. By the
-claims a static member also finds out which process has evicted it.
+assigns the numbers. Each member keeps its own up to its share, and the rest goes to those with the fewest.
 """
 
-import asyncio
-import logging
 import time
 import uuid
 from collections import defaultdict
@@ -16,16 +13,8 @@ from typing import Any
 import msgspec
 from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
-from aiokafka.errors import KafkaError
-
-from delivery import clients
-from delivery.connection import Connection
-from delivery.kafka_errors import describe
-
-log = logging.getLogger(__name__)
 
 _VERSION = 0
-_DESCRIBE_TIMEOUT_S = 3.0
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -98,35 +87,6 @@ class CoPartitioned(AbstractPartitionAssignor):  # type: ignore[misc] # aiokafka
         held = {topic: list(numbers) for topic, numbers in assignment.assignment}
         this_round = msgspec.json.decode(assignment.user_data, type=int) if assignment.user_data else 0
         self.claim = msgspec.structs.replace(self.claim, round=this_round, held=held)
-
-    async def successor(self, connection: Connection, group: str) -> str | None:
-        """The host of a process that joined the group with our instance id and started after us; None if there is none.
-
-        The broker gives a static member's place to whichever process joined last with its id. The evicted process would
-        take the place back by joining again.
-        """
-        own = self.claim
-        if own.instance is None:
-            return None
-        admin = clients.admin(connection, client_id=group)
-        try:
-            async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
-                await admin.start()
-                responses = await admin.describe_consumer_groups([group])
-        except (KafkaError, OSError, TimeoutError) as error:
-            log.info("who else is in the group %s is not known: %s", group, describe(error))
-            return None
-        finally:
-            await clients.close(admin)
-        for *_, members in (group for response in responses for group in response.groups):
-            for _, _, host, metadata, *_ in members:
-                if not metadata:  # it is empty during a rebalance
-                    continue
-                claim = claim_of(ConsumerProtocolMemberMetadata.decode(metadata).user_data)
-                same_id = claim.instance == own.instance and claim.process != own.process
-                if same_id and (claim.started_ms, claim.process) > (own.started_ms, own.process):
-                    return str(host)
-        return None
 
 
 def assign_numbers(

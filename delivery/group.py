@@ -30,7 +30,7 @@ from delivery.assignor import CoPartitioned
 from delivery.clients import OffsetClient, close, connect_consumer, to_kafka
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
-from delivery.member_health import MemberHealth
+from delivery.member_health import MemberHealth, evicted_by
 from delivery.settings import MemberSettings
 from delivery.topic_admin import command
 from delivery.topic_watch import PartitionWatch, TopicWatch
@@ -194,7 +194,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._joined = False
         self._partition_watch.clear()
         await self._member.revoked()
-        if host := await self._assignor.successor(self.connection, self.name):
+        if host := await evicted_by(self._assignor.claim, self.name, self.connection):
             self._fail(
                 f"another process has joined the group {self.name} with the instance id"
                 f" {self.settings.instance_id}, from {host}: give each process an id of its own"

@@ -1,16 +1,21 @@
-"""What keeps a member of a consumer group from its work: an error, a coordinator that is silent, a commit that waits.
+"""What keeps a member of a consumer group from its work: an error, a coordinator that is silent, a commit that waits,
+or another process with the same instance id.
 
-In: errors, commits, and whether the group's coordinator is known. Out: the reason, for `/readyz` and the log.
+In: errors, commits, and whether the group's coordinator is known; the claims of the other members. Out: the reason, for
+`/readyz` and the log.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
-from delivery import opening
+from delivery import clients, opening
+from delivery.assignor import Claim, claim_of
 from delivery.clients import LogThrottle
 from delivery.connection import Connection
 from delivery.kafka_errors import describe
@@ -18,6 +23,7 @@ from delivery.kafka_errors import describe
 log = logging.getLogger(__name__)
 
 _SILENT_S = 5.0
+_DESCRIBE_TIMEOUT_S = 3.0
 
 
 class MemberHealth:
@@ -78,3 +84,33 @@ class MemberHealth:
         waited_s = now_s - min(self._commits_since_s, default=now_s)
         waiting = f"a commit of the group {self._name} has waited {waited_s:.0f} s" if waited_s >= _SILENT_S else None
         return opening.trouble(self._connection) or self._error or no_answer or self._commit_error or waiting
+
+
+async def evicted_by(own: Claim, group: str, connection: Connection) -> str | None:
+    """The host of a process that joined the group with a member's own instance id and started after it, or None.
+    ``own``: the member's claim.
+
+    The broker gives a static member's place to whichever process joined last with its id. The evicted process would
+    take the place back by joining again.
+    """
+    if own.instance is None:
+        return None
+    admin = clients.admin(connection, client_id=group)
+    try:
+        async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
+            await admin.start()
+            responses = await admin.describe_consumer_groups([group])
+    except (KafkaError, OSError, TimeoutError) as error:
+        log.info("who else is in the group %s is not known: %s", group, describe(error))
+        return None
+    finally:
+        await clients.close(admin)
+    for *_, members in (group for response in responses for group in response.groups):
+        for _, _, host, metadata, *_ in members:
+            if not metadata:  # it is empty during a rebalance
+                continue
+            claim = claim_of(ConsumerProtocolMemberMetadata.decode(metadata).user_data)
+            same_id = claim.instance == own.instance and claim.process != own.process
+            if same_id and (claim.started_ms, claim.process) > (own.started_ms, own.process):
+                return str(host)
+    return None
