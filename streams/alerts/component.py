@@ -181,9 +181,9 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         else:
             group = _decode_grouped(groups.decode_group, record)
             known, offset_key = group_by_key.get(record.key), (number, record.key)
-            if known is None or not groups.is_later(known, group):
+            if known is None or groups.order(known) <= groups.order(group):
                 group_by_key[record.key] = group
-                if known is None or groups.is_later(group, known):
+                if known is None or groups.order(known) < groups.order(group):
                     self._group_offsets[offset_key] = slot.offset
             elif slot.offset > self._group_offsets.get(offset_key, -1):
                 # written late, by a worker that had lost the partition: make the latest the last one in the topic

@@ -39,13 +39,9 @@ class GroupStep(NamedTuple):
     is_news: bool = True
 
 
-def is_later(group: AlertGroup, other: AlertGroup) -> bool:
-    """Whether a state of a group is later than another one. If their generations differ, the log times of the ticks are
-    compared first: an earlier version, which may have been in between, writes no generation."""
-    if group.generation == other.generation:
-        return group.offset > other.offset
-    logged_ms, other_logged_ms = (max([seen.logged_ms for seen in g.seen.values()], default=0) for g in (group, other))
-    return (logged_ms, group.generation) > (other_logged_ms, other.generation)
+def order(group: AlertGroup) -> tuple[int, int]:
+    """The later of two states of a group has the greater one."""
+    return group.generation, group.offset
 
 
 def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rules) -> GroupStep:

@@ -9,7 +9,6 @@ import pytest
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
-from streams.alerts.groups import decode_group, decode_report, step
 from streams.alerts.machine import FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.node import NO_SAMPLES_S, PartitionNodes
@@ -747,41 +746,6 @@ async def test_a_group_is_later_than_those_before_the_topic_of_reports_was_creat
     assert [(alert.state, alert.revision, alert.idle) for alert in broker.alerts()] == [
         ("firing", 0, 1), ("firing", 1, 2), ("firing", 2, 1), ("resolved", 2, 1)
     ]  # fmt: skip
-
-
-async def test_what_an_earlier_version_without_generations_made_of_a_group_is_later_than_what_it_began_with() -> None:
-    """The topic of reports was created again before that version took over for a while."""
-    first = await grouping(30)
-    broker = first.broker
-    await first.read(MEMBERS)
-    broker.logs[MEMBERS] = []
-    for s in range(30, 40):
-        broker.log(tick(s, device(0, holder(), busy=0.9), node="n"))
-    await first.live()
-    await first.start()
-    await first.read(MEMBERS)
-    first.commit()
-    broker.log(tick(40, device(1, holder("bert-1"), busy=0.9), node="m"))
-    await first.live()
-    key, value, *_ = broker.logs[GROUPS][-1]
-    assert b'"generation":1,' in (value or b"")
-    group = decode_group((value or b"").replace(b'"generation":1,', b""))
-    for offset, report in enumerate(broker.logs[MEMBERS]):
-        group, alerts, _ = step(group, decode_report(report.value or b""), offset, SOON_RULES)
-        broker.logs[ALERTS] += [Record(alert.fingerprint.encode(), encode(alert)) for alert in alerts]
-    broker.logs[GROUPS].append(Record(key, encode(group)))
-    broker.committed_reports = len(broker.logs[MEMBERS])
-    groups_before = len(broker.logs[GROUPS])
-
-    second = await working(broker, SOON_RULES)
-    await second.read(GROUPS)
-    assert len(broker.logs[GROUPS]) == groups_before
-    for s in range(41, 70):
-        broker.log(tick(s, device(1, holder("bert-1"), busy=0.0), node="m"))
-    await second.live()
-    await second.read(MEMBERS)
-    starts = [(alert.state, (alert.starts_at - time(START_MS)).total_seconds()) for alert in broker.alerts()]
-    assert starts[-3:] == [("firing", 20), ("resolved", 20), ("firing", 61)]
 
 
 async def test_a_group_that_was_written_again_before_a_later_one_was_read_is_followed_by_the_later_one() -> None:
