@@ -67,13 +67,12 @@ def _options(connection: Connection, options: Mapping[str, Any]) -> dict[str, An
 class LogThrottle:
     """Decides which messages are logged: a new one, and the same one again after a minute."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._logged_s: dict[str, float] = {}
 
     def is_due(self, message: str) -> bool:
         """Whether to log the message now; if so, it counts as logged."""
-        now_s = self._now()
+        now_s = time.monotonic()
         if now_s - self._logged_s.get(message, -_LOG_AGAIN_S) < _LOG_AGAIN_S:
             return False
         self._logged_s = {text: at_s for text, at_s in self._logged_s.items() if now_s - at_s < _LOG_AGAIN_S}

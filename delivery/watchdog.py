@@ -113,14 +113,13 @@ class Watchdog:
                 return
 
 
-def lateness_instrument(component: str) -> Instrument:
-    """The metric of a component's event loop: how late it is."""
-    return Instrument(
-        f"gpustream_{component}_loop_late_seconds",
-        "gauge",
-        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
-        " heartbeats; past all of it, another member takes over.",
-    )
+LATENESS = Instrument(
+    "loop_late_seconds",
+    "gauge",
+    "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
+    " heartbeats; past all of it, another member takes over.",
+)
+"""The metric of a component's :class:`LoopLateness`, without its prefix."""
 
 
 class LoopLateness:

@@ -13,7 +13,7 @@ from prometheus_client import Counter
 
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
-from delivery.watchdog import lateness_instrument
+from delivery.watchdog import LATENESS
 from sinks.series.tick import SeriesTick
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ COMMON: tuple[Instrument, ...] = (
     Instrument("commits_total", "counter", "Offset commits, by whether they succeeded.", ("result",)),
     Instrument("partitions", "gauge", "Partitions assigned."),
     Instrument("lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
-    lateness_instrument("")._replace(name="loop_late_seconds"),
+    LATENESS,
 )
 """The own metrics that every sink has; their full names are in each sink's list."""
 

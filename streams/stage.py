@@ -18,7 +18,7 @@ from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from delivery.watchdog import lateness_instrument
+from delivery.watchdog import LATENESS
 from streams.app import ReaderApp
 from streams.caught_up import Ends, PartitionState
 from streams.reader import Batch, Reader
@@ -51,7 +51,7 @@ COMMON: tuple[Instrument, ...] = (
     Instrument("holes_total", "counter", "Gaps in the offsets of a log: ends of transactions, records that were"
                " aborted, compacted or deleted."),
     Instrument("lost_offsets_total", "counter", "Offsets that retention, or somebody, deleted before they were read."),
-    lateness_instrument("")._replace(name="loop_late_seconds"),
+    LATENESS,
 )  # fmt: skip
 """The metrics of every stream, without their prefix: each stream lists them with their full names."""
 

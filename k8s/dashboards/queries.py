@@ -28,9 +28,9 @@ def gpus(matchers: str = NODE_MATCHERS) -> str:
     return f"group by ({GPU}) (gpu_info{{{matchers}}} or gpu_holders{{{matchers}}})"
 
 
-def held_gpus(matchers: str = NODE_MATCHERS) -> str:
+def held_gpus() -> str:
     """Each physical GPU that a pod holds, alone, shared or by MIG; its value is the highest number of holders."""
-    return f"max by ({GPU}) (gpu_holders{{{matchers}}}) > 0"
+    return f"max by ({GPU}) (gpu_holders{{{NODE_MATCHERS}}}) > 0"
 
 
 def holding(matchers: str, by: str) -> str:
@@ -64,12 +64,12 @@ def max_activity(matchers: str, by: str) -> str:
     return f"max by ({by}) ({activity})"
 
 
-def idle_devices(matchers: str = NODE_MATCHERS) -> str:
+def idle_devices() -> str:
     """Each device that was held for the whole window, is still held, and did nothing in it."""
-    always = f"min by ({DEVICE}) (min_over_time(gpu_holders{{{matchers}}}[$idle])) > 0"
-    since = f"max by ({DEVICE}) (gpu_holders{{{matchers}}} offset $idle) > 0"
-    now = f"max by ({DEVICE}) (gpu_holders{{{matchers}}}) > 0"
-    return f"({max_activity(matchers, DEVICE)} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
+    always = f"min by ({DEVICE}) (min_over_time(gpu_holders{{{NODE_MATCHERS}}}[$idle])) > 0"
+    since = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} offset $idle) > 0"
+    now = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0"
+    return f"({max_activity(NODE_MATCHERS, DEVICE)} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
 
 
 def idle_pods(matchers: str) -> str:
@@ -83,9 +83,10 @@ def idle_pods(matchers: str) -> str:
     )
 
 
-def firing_alerts(matchers: str = NODE_MATCHERS) -> str:
+def firing_alerts() -> str:
     """How many alerts fire: the alert stream's, and those that Prometheus judges."""
-    return f"(count(gpu_alert_firing{{{matchers}}}) or vector(0)) + (count(ALERTS{{{PROMETHEUS_ALERTS}}}) or vector(0))"
+    selectors = f"gpu_alert_firing{{{NODE_MATCHERS}}}", f"ALERTS{{{PROMETHEUS_ALERTS}}}"
+    return " + ".join(f"(count({selector}) or vector(0))" for selector in selectors)
 
 
 def events(counter: str, by: str, window: str = "$__range") -> str:

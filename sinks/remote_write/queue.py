@@ -171,7 +171,7 @@ class SharedRequest:
 
 
 class Queue:
-    """The queue of all partitions of a sink. ``clock_s`` never steps back, ``wall_s`` is the time of day.
+    """The queue of all partitions of a sink. ``clock_s`` never steps back.
 
     ``partitions``: the progress of each. ``failure``: the unexpected error that ended a request.
     """
@@ -183,12 +183,11 @@ class Queue:
         at_once: int,
         max_samples: int,
         clock_s: Callable[[], float] = time.monotonic,
-        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.partitions: WeakSet[Progress] = WeakSet()
         self.failure: BaseException | None = None
         self.clock_s = clock_s
-        self._deliverer, self._at_once, self._max_samples, self._wall_s = deliverer, at_once, max_samples, wall_s
+        self._deliverer, self._at_once, self._max_samples = deliverer, at_once, max_samples
         self._ready: list[tuple[int, int, Lane]] = []
         self._turns = count()
         self._requests: dict[asyncio.Task[None], SharedRequest] = {}
@@ -243,7 +242,7 @@ class Queue:
 
         A live tick does not wait for partitions whose oldest tick is not known yet.
         """
-        now_s, now_ms = self.clock_s(), self._wall_s() * 1000
+        now_s, now_ms = self.clock_s(), time.time() * 1000
         is_live = now_ms - oldest.logged_ms <= BACKLOG_MS
         backlogs = [
             progress.ts_ms

@@ -123,14 +123,13 @@ def device_identity(
     node: NodeIdentity,
     device: SeriesDevice,
     holder: HolderIdentity | None = None,
-    job: Job | None = None,
     info: tuple[str | None, ...] = (),
 ) -> DeviceIdentity:
-    """The identity of a device that this pod holds and that runs this job."""
+    """The identity of a device that this pod holds."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
     hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id)
-    return DeviceIdentity(node, device.uuid, parent, *hardware, profile, instance, holder, job, info)
+    return DeviceIdentity(node, device.uuid, parent, *hardware, profile, instance, holder, None, info)
 
 
 def device_pairs(names: LabelNames, device: DeviceIdentity) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The own metrics of every stream: the same instruments, under its own name."""
 
-from delivery.watchdog import lateness_instrument
+from delivery.watchdog import LATENESS
 from streams.alerts.component import INSTRUMENTS as ALERTS
 from streams.attribution.component import INSTRUMENTS as ATTRIBUTION
 
@@ -29,5 +29,5 @@ def test_both_streams_count_what_they_read_alike() -> None:
 
 
 def test_both_streams_report_how_late_their_loop_is_as_sinks_do() -> None:
-    assert lateness_instrument("alerts") in ALERTS
-    assert lateness_instrument("attribution") in ATTRIBUTION
+    assert LATENESS._replace(name="gpustream_alerts_loop_late_seconds") in ALERTS
+    assert LATENESS._replace(name="gpustream_attribution_loop_late_seconds") in ATTRIBUTION

@@ -83,7 +83,7 @@ def labels_of(label_set: Any, *holders: dict[str, Any], **fields: Any) -> dict[s
     series_device = msgspec.convert(content, SeriesDevice)
     job = series_device.jobs[0] if series_device.jobs and len(series_device.jobs) == 1 else None
     pods = pods_of(msgspec.convert(holders, tuple[Holder, ...]))
-    return dict(labels(LABELS[label_set], device_identity(NODE, series_device, sole_holder(pods), job)))
+    return dict(labels(LABELS[label_set], device_identity(NODE, series_device, sole_holder(pods))._replace(job=job)))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
