@@ -9,7 +9,7 @@ A device may be written in several profiles at once. If two profiles give it the
 series; a series that both have under one name is in it once, as in the first of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -338,9 +338,17 @@ def profile_names(text: str) -> tuple[ProfileName, ...]:
 
     :raises ValueError: a name is not known, or is there twice.
     """
+    return tuple(names_of(text, PROFILES))  # type: ignore[arg-type] # all of them were found
+
+
+def names_of(text: str, known: Collection[str]) -> list[str]:
+    """The names of a list, separated by commas.
+
+    :raises ValueError: a name is not known, or is there twice.
+    """
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in PROFILES]:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(PROFILES)}")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
     if len(set(names)) < len(names):
         raise ValueError(f"{text!r} has a name twice")
-    return tuple(names)  # type: ignore[arg-type] # all of them were found
+    return names

@@ -20,6 +20,7 @@ import msgspec
 
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, ApiHealth, Client, Unreachable, message
+from delivery.kubernetes.events import warning
 from delivery.policies import Bounds, PolicyError, annotation_errors
 from producers.cluster import instruments as own
 from producers.cluster.pods import KnownPod, Pods
@@ -145,25 +146,5 @@ def _sentence(answer: Answer) -> str:
 def event(pod: KnownPod, error: PolicyError, now: datetime) -> dict[str, Any]:
     """The Event about a pod and what is wrong with an annotation."""
     digest = blake2b(f"{pod.uid}\0{error.name}\0{error.text}".encode(), digest_size=8).hexdigest()
-    timestamp = f"{now:%Y-%m-%dT%H:%M:%SZ}"
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": f"{pod.name[:200]}.{digest}", "namespace": pod.namespace},
-        "involvedObject": {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "name": pod.name,
-            "namespace": pod.namespace,
-            "uid": pod.uid,
-        },
-        "type": "Warning",
-        "reason": REASON,
-        "message": error.text[:1024],
-        "source": {"component": "gpustream"},
-        "reportingComponent": "gpustream.dev/cluster",
-        "reportingInstance": "gpustream",
-        "firstTimestamp": timestamp,
-        "lastTimestamp": timestamp,
-        "count": 1,
-    }
+    about = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "namespace": pod.namespace, "uid": pod.uid}
+    return warning(f"{pod.name[:200]}.{digest}", about, now, reason=REASON, text=error.text, controller="cluster")

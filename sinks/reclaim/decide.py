@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from delivery.kubernetes.events import warning
 from delivery.policies import opted_out
 from topics.actions import Action, ActionKind, Target
 from topics.alerts import Alert, milliseconds
@@ -251,31 +252,13 @@ def event_name(action: str, uid: str) -> str:
     return f"gpustream.{action}.{uid}"
 
 
-def event(alert: Alert, action: str, about: Json, namespace: str, text: str, now: str) -> Json:
+def event(alert: Alert, action: str, about: Json, namespace: str, text: str, now: datetime) -> Json:
     """A Kubernetes Event about an object."""
     meta = about["metadata"]
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": event_name(action, meta["uid"]), "namespace": namespace},
-        "involvedObject": {
-            "apiVersion": about["apiVersion"],
-            "kind": about["kind"],
-            "name": meta["name"],
-            "namespace": namespace,
-            "uid": meta["uid"],
-        },
-        "type": "Warning",
-        "reason": alert.name,
-        "action": "Reclaim",
-        "message": text[:1024],
-        "source": {"component": "gpustream"},
-        "reportingComponent": "gpustream.dev/reclaim",
-        "reportingInstance": "gpustream",
-        "firstTimestamp": now,
-        "lastTimestamp": now,
-        "count": 1,
-    }
+    reference = {"apiVersion": about["apiVersion"], "kind": about["kind"], "name": meta["name"], "uid": meta["uid"]}
+    of_object, name = {**reference, "namespace": namespace}, event_name(action, meta["uid"])
+    content = warning(name, of_object, now, reason=alert.name, text=text, controller="reclaim")
+    return content | {"action": "Reclaim"}
 
 
 def unpatch(action: Action, obj: Json | None) -> Json | Objection:

@@ -347,8 +347,7 @@ class Reclaimer:
             content = patch(plan, intention.id, intention.message)
             return await self.cluster.change(target, namespace, content) is not None
         text = f"{intention.message}. {alert.annotations.get('policy', '')}".strip()
-        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        pods = [pod for pod in facts.pods.values() if pod is not None][:_MAX_EVENTS]
+        pods, now = [pod for pod in facts.pods.values() if pod is not None][:_MAX_EVENTS], datetime.now(UTC)
         written = [
             await self.cluster.write_event(event(alert, intention.id, obj, namespace, text, now))
             for obj in (*pods, plan.object)  # the workload's comes last: if it exists, all do

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from sinks.series.model import STALE, Key, Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Withheld
-from topics.profiles import insert_suffix
+from topics.profiles import insert_suffix, names_of
 
 Aggregate = Literal["min", "mean", "max"]
 """What a window writes of a gauge beside its last value."""
@@ -34,11 +34,7 @@ def aggregates(text: str) -> tuple[Aggregate, ...]:
 
     :raises ValueError: a name is unknown, or is given twice.
     """
-    names = [name.strip() for name in text.split(",")] if text else []
-    if unknown := [name for name in names if name not in _HELP]:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(_HELP)}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{text!r} has a name twice")
+    names = names_of(text, _HELP) if text else []
     return tuple([name for name in _HELP if name in names])
 
 
