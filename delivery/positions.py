@@ -85,7 +85,7 @@ async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> 
 
 
 async def find_start(
-    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, last_end: int | None = None
+    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, last_end: int | None
 ) -> Start:
     """Where a sink starts: ``recall_s`` before the last finished record, or at the commit if that is ``last_end``.
 

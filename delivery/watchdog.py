@@ -89,9 +89,7 @@ class StallDetector:
 class Watchdog:
     """Checks the pulse once a second, from :meth:`start` to :meth:`stop`, and ends the process if it has stalled."""
 
-    def __init__(
-        self, pulse: Callable[[], Pulse], deadlines: Deadlines, *, fail: Callable[[str], None] = fail_stop
-    ) -> None:
+    def __init__(self, pulse: Callable[[], Pulse], deadlines: Deadlines, *, fail: Callable[[str], None]) -> None:
         self._pulse, self._detector, self._fail = pulse, StallDetector(deadlines), fail
         self._stopped = threading.Event()
 

@@ -151,7 +151,7 @@ LABELS: dict[LabelSet, LabelNames] = {
 def profile(
     name: ProfileName,
     series: Mapping[str, tuple[Series, ...]],
-    ratios: tuple[Ratio, ...] = (),
+    ratios: tuple[Ratio, ...],
     labels: LabelSet | None = None,
     last_xid: str | None = None,
 ) -> Profile:

@@ -67,7 +67,7 @@ class Listener(Generic[T]):
         known: Collection[str],
         apply: Callable[[T], object],
         drop: Callable[[str], object],
-        key: str = "uid",
+        key: str,
     ) -> None:
         self._known, self._apply, self._drop, self._wake = known, apply, drop, wake
         self._key: Callable[[msgspec.Struct], str] = attrgetter(f"metadata.{key}")

@@ -78,9 +78,9 @@ class SimulatedNode:
         index: int,
         gpus: int,
         pod_life_ms: int,
-        roles: tuple[Role, ...] = (),
+        roles: tuple[Role, ...],
         *,
-        story: bool = False,
+        story: bool,
     ) -> None:
         self._story = story
         self._failing_gpu: SimulatedGpu | None = None

@@ -71,9 +71,7 @@ class PageServer:
     ``hosts``: the names that a Host header may have, beside addresses and localhost; None: any name.
     """
 
-    def __init__(
-        self, fleet: Fleet, metrics: PageMetrics, prefix: str = "/", hosts: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, fleet: Fleet, metrics: PageMetrics, prefix: str, hosts: Collection[str] | None) -> None:
         self._fleet, self._metrics, self._prefix, self._hosts = fleet, metrics, prefix, hosts
         files = {file.name: file.read_bytes() for file in _STATIC.iterdir()}
         self._files = {"": (files.pop(_INDEX), _TYPES[".html"])}

@@ -76,9 +76,7 @@ class Compared(NamedTuple):
     alerts: tuple[Alert, ...] = ()
 
 
-def compare_ranks(
-    group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], departure_reason: str = "pod_ended"
-) -> Compared:
+def compare_ranks(group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], departure_reason: str) -> Compared:
     """The group after a report of a node's ranks. ``departure_reason``: why alerts end if the workload has left the
     node. If its ranks are not compared, they end for the reason in the report's pattern."""
     ranks_by_node, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
@@ -144,7 +142,7 @@ def _update_suspects(
     return suspects, alerts
 
 
-def outliers(ranks: Sequence[Rank], limits: Limits, kind: str = "") -> dict[str, str]:
+def outliers(ranks: Sequence[Rank], limits: Limits, kind: str) -> dict[str, str]:
     """The ranks that lag behind the others of their model: by UUID, the measures that show it, as a text."""
     models = dict.fromkeys(rank.model for rank in ranks)
     if len(models) > 1:

@@ -11,7 +11,6 @@ MAX_ABANDONED calls of a GPU are abandoned at a time. If one more hangs, the GPU
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ class GpuReader:
         *,
         changed: Callable[["GpuReader"], None],
         hangs_after_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.gpu, self.index = gpu, gpu.index
         self._instruments, self._changed, self._clock = instruments, changed, clock
