@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from delivery.connection import Connection
+from delivery.sender import Sender
 from gpustream.serve import Component
 from tests.real.accounting import assert_accounted
 from tests.real.process import HttpServer
@@ -76,6 +78,17 @@ async def running(*components: Component) -> AsyncIterator[None]:
     finally:
         stop.set()
         await asyncio.gather(*tasks)
+
+
+@asynccontextmanager
+async def sender_to(connection: Connection) -> AsyncIterator[Sender]:
+    """A sender, started."""
+    sender = Sender(connection, client_id="test")
+    await sender.start()
+    try:
+        yield sender
+    finally:
+        await sender.stop()
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ from typing import Any, Literal, NamedTuple
 
 from delivery import topic_admin
 from delivery.connection import Connection
-from delivery.sender import Sender
 from tests.eventually import eventually
 from tests.real.accounting import books, unaccounted
-from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, stored, usage_of
+from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, sender_to, stored, usage_of
 from tests.real.proxy import FaultyReceiver
 from tests.real.resolver import Resolver
 from tests.real.servers import KafkaServer, PrometheusServer
@@ -160,16 +159,13 @@ class Pipeline:
 
     async def poison(self) -> None:
         """Now and then write a malformed record to each input; for ever."""
-        sender, chance = Sender(Connection(self.kafka), client_id="poison"), random.Random(5)
-        await sender.start()
-        try:
+        chance = random.Random(5)
+        async with sender_to(Connection(self.kafka)) as sender:
             while True:
                 topic, partition = chance.choice(["gpu.samples", "gpu.allocations"]), chance.randrange(PARTITIONS)
                 future = await sender.send(topic, chance.choice(POISONS), key=POISON_KEY, partition=partition)
                 self.poisoned.add((topic, partition, await future))
                 await asyncio.sleep(POISON_EVERY_S)
-        finally:
-            await sender.stop()
 
     async def watch(self) -> None:
         """Every few seconds record the resources of every process, and whether its records add up; for ever."""
@@ -416,12 +412,11 @@ async def count_usage(pipeline: Pipeline) -> tuple[int, list[str]]:
     head = {"schema": 1, "cluster": "silence", "run_id": 1, "seq": 1, "offset": 1 << 40}
     ts_ms = end_ms + HOUR_MS // 2
     tick = {**head, "ts_ms": ts_ms, "logged_ms": ts_ms, "attribution": "exact", "devices": []}
-    sender, sums = Sender(Connection(pipeline.kafka), client_id="silence"), UsageSums()
-    await sender.start()
-    for number in range(PARTITIONS):
-        value = json.dumps({**tick, "node": f"p{number}"}).encode()
-        await (await sender.send("gpu.attributed", value, key=node_key("silence", f"p{number}"), partition=number))
-    await sender.stop()
+    async with sender_to(Connection(pipeline.kafka)) as sender:
+        for number in range(PARTITIONS):
+            value = json.dumps({**tick, "node": f"p{number}"}).encode()
+            await (await sender.send("gpu.attributed", value, key=node_key("silence", f"p{number}"), partition=number))
+    sums = UsageSums()
     async for record in records_of(pipeline.kafka, "gpu.attributed"):
         tick = json.loads(record.value)
         sums.add(tick, tick["logged_ms"])

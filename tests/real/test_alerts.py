@@ -13,7 +13,6 @@ import msgspec
 from cloudevents.core.bindings.kafka import KafkaMessage, from_kafka_event
 
 from delivery import topic_admin
-from delivery.sender import Sender
 from streams.alerts import groups, machine, memory
 from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts
@@ -21,7 +20,7 @@ from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from tests.eventually import eventually
-from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.pipeline import Gpustream, lag, read_all, sender_to
 from tests.real.servers import KafkaServer
 from tests.sinks.alerts import assert_says
 from tests.streams.alerts.ticks import START_MS, device, holder
@@ -121,17 +120,15 @@ async def transitions_written(kafka: KafkaServer) -> tuple[dict[str, bytes], int
 
 async def send(kafka: KafkaServer, lives: list[list[Tick]]) -> None:
     """Write the ticks in their order, tick by tick of all nodes, at a steady rate; the broker has them all then."""
-    sender = Sender(kafka.connection, client_id="ticks")
-    await sender.start()
-    futures = []
-    for number in range(len(lives[0])):
-        began_s = time.monotonic()
-        for ticks in lives:
-            value, key = msgspec.json.encode(ticks[number]), node_key(ticks[number].cluster, ticks[number].node)
-            futures.append(await sender.send("gpu.attributed", value, key=key))
-        await asyncio.sleep(max(0.0, 1 / RATE_HZ - (time.monotonic() - began_s)))
-    await asyncio.gather(*futures)  # to stop does not wait for a broker that is slow
-    await sender.stop()
+    async with sender_to(kafka.connection) as sender:
+        futures = []
+        for number in range(len(lives[0])):
+            began_s = time.monotonic()
+            for ticks in lives:
+                value, key = msgspec.json.encode(ticks[number]), node_key(ticks[number].cluster, ticks[number].node)
+                futures.append(await sender.send("gpu.attributed", value, key=key))
+            await asyncio.sleep(max(0.0, 1 / RATE_HZ - (time.monotonic() - began_s)))
+        await asyncio.gather(*futures)  # to stop does not wait for a broker that is slow
 
 
 async def trouble(first: Gpustream, second: Gpustream, sending: "asyncio.Task[None]") -> None:

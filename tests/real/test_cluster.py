@@ -30,7 +30,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.instruments import Instruments
-from delivery.sender import Sender
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS
@@ -41,7 +40,7 @@ from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S
 from tests.real.conftest import need
 from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_apiserver
-from tests.real.pipeline import Gpustream
+from tests.real.pipeline import Gpustream, sender_to
 from tests.real.servers import KafkaServer, find_java, find_kafka, find_openssl
 from tests.real.test_manifests import find_kustomize, render
 from topics.attributed import AttributedSample, Holder, Workload
@@ -401,18 +400,16 @@ class Node:
 
     async def _ticks(self, goes_on: Callable[[], bool]) -> int:
         """At least one tick; the time of the last."""
-        sender = Sender(Connection(self._kafka), client_id="node")
-        await sender.start()
-        instruments, run_id = Instruments(INSTRUMENTS), now_ms()
-        publisher = NodePublisher(sender, instruments, cluster=CLUSTER, node=self.name, run_id=run_id)
-        sending = asyncio.create_task(publisher.run())
-        ts_ms = self._publish(publisher)
-        while goes_on():
-            await asyncio.sleep(TICK_S)
+        async with sender_to(Connection(self._kafka)) as sender:
+            instruments, run_id = Instruments(INSTRUMENTS), now_ms()
+            publisher = NodePublisher(sender, instruments, cluster=CLUSTER, node=self.name, run_id=run_id)
+            sending = asyncio.create_task(publisher.run())
             ts_ms = self._publish(publisher)
-        assert await publisher.drain(20) == 0
-        sending.cancel()
-        await sender.stop()
+            while goes_on():
+                await asyncio.sleep(TICK_S)
+                ts_ms = self._publish(publisher)
+            assert await publisher.drain(20) == 0
+            sending.cancel()
         return ts_ms
 
     def _publish(self, publisher: NodePublisher) -> int:

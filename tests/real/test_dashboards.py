@@ -61,7 +61,7 @@ from tests.real.dashboards_truth import (
     number,
     of_pods,
 )
-from tests.real.pipeline import Gpustream, read_all
+from tests.real.pipeline import Gpustream, read_all, sender_to
 from tests.real.servers import KafkaServer, PrometheusServer, find_java, find_kafka, find_prometheus
 from tests.test_compose import OURS, config
 from topics import catalogue
@@ -209,11 +209,9 @@ LETTERS = 3
 
 async def letters(kafka: str) -> None:
     """Records that can't be decoded."""
-    sender = Sender(Connection(kafka), client_id="letters")
-    await sender.start()
-    for letter in range(LETTERS):
-        await (await sender.send("gpu.samples", b"not JSON", key=node_key(CLUSTER, f"broken-{letter}")))
-    await sender.stop()
+    async with sender_to(Connection(kafka)) as sender:
+        for letter in range(LETTERS):
+            await (await sender.send("gpu.samples", b"not JSON", key=node_key(CLUSTER, f"broken-{letter}")))
 
 
 async def faults(kafka: str) -> int:
@@ -294,11 +292,9 @@ async def usage(kafka: str, at_ms: int) -> None:
         for (namespace, kind, name, team), (held_s, used_s, idle_s, joules) in HELD_BY.items()
     ]
     records.append(hour(at_ms - 1000, "free", (FREE_S, 0, 0, 400_000)))
-    sender = Sender(Connection(kafka), client_id="usage")
-    await sender.start()
-    for record in (msgspec.convert(record, Usage) for record in records):
-        await (await sender.send("gpu.usage", msgspec.json.encode(record), key=record.key.encode()))
-    await sender.stop()
+    async with sender_to(Connection(kafka)) as sender:
+        for record in (msgspec.convert(record, Usage) for record in records):
+            await (await sender.send("gpu.usage", msgspec.json.encode(record), key=record.key.encode()))
 
 
 def hour(end_ms: int, category: str, amounts: tuple[int, int, int, int], **fields: Any) -> dict[str, Any]:

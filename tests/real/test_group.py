@@ -22,13 +22,13 @@ from delivery.group import ConsumerGroup, MustRestart
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
 from delivery.positions import WHOLE_LOG
-from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcomes
 from streams.app import ReaderApp
 from tests.eventually import eventually
 from tests.real.contents import committed, ends, values
+from tests.real.pipeline import sender_to
 from tests.real.reader_process import Echo, echo_app
 from tests.real.servers import KafkaServer
 from tests.real.test_connect import Counting
@@ -58,11 +58,9 @@ def transactions(kafka: KafkaServer, name: str) -> AIOKafkaProducer:
 
 
 async def send(kafka: KafkaServer, topic: str, count: int, size: int = 10) -> None:
-    sender = Sender(kafka.connection, client_id="test")
-    await sender.start()
-    for future in [await sender.send(topic, bytes(size), partition=0) for _ in range(count)]:
-        await future
-    await sender.stop()
+    async with sender_to(kafka.connection) as sender:
+        for future in [await sender.send(topic, bytes(size), partition=0) for _ in range(count)]:
+            await future
 
 
 async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_before_it(kafka: KafkaServer) -> None:
@@ -302,11 +300,9 @@ async def test_a_process_that_ends_before_it_has_committed_all_partitions_makes_
         kafka.create_topics({created: partitions}, load_topics()[created.removeprefix(f"{name}.")].settings())
 
     async def write(value: bytes, partitions: Sequence[int]) -> None:
-        sender = Sender(kafka.connection, client_id="test")
-        await sender.start()
-        for future in [await sender.send(topic, value, partition=number) for number in partitions]:
-            await future
-        await sender.stop()
+        async with sender_to(kafka.connection) as sender:
+            for future in [await sender.send(topic, value, partition=number) for number in partitions]:
+                await future
 
     async def first_only(group: ConsumerGroup, offsets: Mapping[Partition, int]) -> bool:
         if {tp.partition for tp in offsets} != {0}:

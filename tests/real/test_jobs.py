@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from cloudevents.core.bindings.http import from_http_event
 
 from delivery import topic_admin
-from delivery.sender import Sender
 from delivery.values import Address
 from gpustream.cli import main
 from sinks.alertmanager import AlertmanagerSink
@@ -30,7 +29,7 @@ from streams.attribution.component import Attribution
 from streams.settings import AlertSettings, AttributionSettings, UsageSettings
 from streams.usage.component import UsageStream
 from tests.eventually import LIMIT_S, eventually
-from tests.real.pipeline import lag, read_all, running, usage_of
+from tests.real.pipeline import lag, read_all, running, sender_to, usage_of
 from tests.real.servers import AlertmanagerServer, KafkaServer, PrometheusServer
 from tests.real.test_alert_sinks import hook
 from tests.sinks.alerts import assert_says
@@ -91,15 +90,13 @@ async def test_jobs_are_in_every_sink(
 ) -> None:
     kafka = empty_kafka.address
     await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
-    sender = Sender(empty_kafka.connection, client_id="ticks")
-    await sender.start()
-    start_ms = (int(time.time() * 1000) - TICKS * STEP_MS) // MINUTE_MS * MINUTE_MS
-    futures = [
-        await sender.send("gpu.samples", msgspec.json.encode(tick), key=node_key(CLUSTER, tick["node"]))
-        for tick in ticks(start_ms)
-    ]
-    await asyncio.gather(*futures)
-    await sender.stop()
+    async with sender_to(empty_kafka.connection) as sender:
+        start_ms = (int(time.time() * 1000) - TICKS * STEP_MS) // MINUTE_MS * MINUTE_MS
+        futures = [
+            await sender.send("gpu.samples", msgspec.json.encode(tick), key=node_key(CLUSTER, tick["node"]))
+            for tick in ticks(start_ms)
+        ]
+        await asyncio.gather(*futures)
     async with hook() as plain, hook() as events:
         manager = await asyncio.to_thread(start_alertmanager, webhook=plain.url.replace("/hook", "/none"))
         post: dict[str, Any] = {"kafka": kafka, "unsigned": True, "from_": "earliest"}

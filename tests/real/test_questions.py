@@ -31,7 +31,7 @@ from sinks.remote_write import encode_v1
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.real.conftest import need
-from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.pipeline import Gpustream, lag, read_all, sender_to
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
 from tests.sinks.alerts import alert
 from topics.topic import node_key
@@ -129,34 +129,30 @@ def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
 
 async def _slurm(kafka: str) -> None:
     """A node without Kubernetes, one of whose two GPUs runs a job."""
-    sender = Sender(Connection(kafka), client_id="slurm")
-    await sender.start()
-    instruments = Instruments(INSTRUMENTS, CollectorRegistry())
-    now_ms = time.time_ns() // 1_000_000
-    publisher = NodePublisher(sender, instruments, cluster=OUR_CLUSTER, node="slurm-1", run_id=now_ms)
-    running = asyncio.create_task(publisher.run())
-    for number, share in enumerate((0.25, 0.5)):
-        devices: list[Device] = [
-            {"uuid": "GPU-slurm-0", "index": 0, "metrics": {"gpu_utilization_ratio": share}, "jobs": [JOB]},
-            {"uuid": "GPU-slurm-1", "index": 1, "metrics": {"temperature_celsius": 41}},
-        ]
-        publisher.publish(now_ms + number, devices, None)
-    assert await publisher.drain(20) == 0
-    running.cancel()
-    await sender.stop()
+    async with sender_to(Connection(kafka)) as sender:
+        instruments = Instruments(INSTRUMENTS, CollectorRegistry())
+        now_ms = time.time_ns() // 1_000_000
+        publisher = NodePublisher(sender, instruments, cluster=OUR_CLUSTER, node="slurm-1", run_id=now_ms)
+        running = asyncio.create_task(publisher.run())
+        for number, share in enumerate((0.25, 0.5)):
+            devices: list[Device] = [
+                {"uuid": "GPU-slurm-0", "index": 0, "metrics": {"gpu_utilization_ratio": share}, "jobs": [JOB]},
+                {"uuid": "GPU-slurm-1", "index": 1, "metrics": {"temperature_celsius": 41}},
+            ]
+            publisher.publish(now_ms + number, devices, None)
+        assert await publisher.drain(20) == 0
+        running.cancel()
 
 
 async def _split(kafka: str) -> None:
     """Three ticks of a node of whose three devices, the second a MIG device, pods share: one has XID errors, on one
     runs a pod that was not given it, and one is scaled.
     """
-    sender = Sender(Connection(kafka), client_id="split")
-    await sender.start()
-    now_ms = time.time_ns() // 1_000_000
-    for seq in (1, 2, 3):
-        tick = _split_tick(seq, now_ms - 3000 + 1000 * seq)
-        await (await sender.send("gpu.attributed", json.dumps(tick).encode(), key=node_key(OUR_CLUSTER, SPLIT_NODE)))
-    await sender.stop()
+    async with sender_to(Connection(kafka)) as sender:
+        now_ms = time.time_ns() // 1_000_000
+        for seq in (1, 2, 3):
+            value = json.dumps(_split_tick(seq, now_ms - 3000 + 1000 * seq)).encode()
+            await (await sender.send("gpu.attributed", value, key=node_key(OUR_CLUSTER, SPLIT_NODE)))
 
 
 def _split_tick(seq: int, ts_ms: int) -> dict[str, Any]:

@@ -2,35 +2,23 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import pytest
 from confluent_kafka import Consumer
 
-from delivery.connection import Connection
-from delivery.sender import Sender, Unsendable
+from delivery.sender import Unsendable
 from delivery.settings import KafkaSettings
 from tests.eventually import LIMIT_S
 from tests.real.contents import batches, codecs, values
-from tests.real.pipeline import read_all
+from tests.real.pipeline import read_all, sender_to
 from tests.real.servers import KafkaServer
-
-
-@asynccontextmanager
-async def sender_to(kafka: KafkaServer, connection: Connection | None = None) -> AsyncIterator[Sender]:
-    sender = Sender(connection or kafka.connection, client_id="test")
-    await sender.start()
-    try:
-        yield sender
-    finally:
-        await sender.stop()
 
 
 async def test_of_records_in_one_batch_only_the_one_that_the_topic_refuses_is_unsendable(kafka: KafkaServer) -> None:
     kafka.create_topics({"sender-small": 1}, {"max.message.bytes": "20000"})
     good = [b"%d" % number for number in range(40)]
-    async with sender_to(kafka) as sender:
+    async with sender_to(kafka.connection) as sender:
         futures = []
         for number, value in enumerate(good):
             futures.append(await sender.send("sender-small", value))
@@ -47,7 +35,7 @@ async def test_of_records_in_one_batch_only_the_one_that_the_topic_refuses_is_un
 
 async def test_a_record_that_kafka_finds_invalid_is_unsendable_and_stalls_nothing(kafka: KafkaServer) -> None:
     kafka.create_topics({"sender-compacted": 1}, {"cleanup.policy": "compact"})
-    async with sender_to(kafka) as sender:
+    async with sender_to(kafka.connection) as sender:
         without_a_key = await sender.send("sender-compacted", b"bad")
         good = await sender.send("sender-compacted", b"good", key=b"k")
         with pytest.raises(Unsendable):
@@ -57,7 +45,7 @@ async def test_a_record_that_kafka_finds_invalid_is_unsendable_and_stalls_nothin
 
 async def test_a_record_without_a_value_is_stored_with_its_key(kafka: KafkaServer) -> None:
     kafka.create_topics({"sender-deleted": 1}, {"cleanup.policy": "compact"})
-    async with sender_to(kafka) as sender:
+    async with sender_to(kafka.connection) as sender:
         await (await sender.send("sender-deleted", b"there", key=b"k"))
         await (await sender.send("sender-deleted", None, key=b"k"))
     records = await read_all(kafka.address, "sender-deleted")
@@ -69,7 +57,7 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
 ) -> None:
     broker = await asyncio.to_thread(start_kafka)
     broker.create_topics({"sender-outage": 2})
-    async with sender_to(broker) as sender:
+    async with sender_to(broker.connection) as sender:
         futures = []
 
         async def stream() -> None:
@@ -96,7 +84,7 @@ async def test_what_is_sent_is_compressed_as_the_settings_say_and_every_client_r
     topic, values_sent = f"sender-{compression}", [b"%d " % number * 1000 for number in range(50)]
     kafka.create_topics({topic: 1})
     settings = KafkaSettings(kafka=kafka.address, compression=compression)  # type: ignore[arg-type]
-    async with sender_to(kafka, settings.connection()) as sender:
+    async with sender_to(settings.connection()) as sender:
         await asyncio.gather(*[await sender.send(topic, value) for value in values_sent])
 
     assert codecs(kafka, topic) == {compression}
@@ -108,7 +96,7 @@ async def test_what_many_nodes_send_at_once_is_few_batches_since_a_partition_has
     kafka: KafkaServer,
 ) -> None:
     kafka.create_topics({"sender-nodes": 1})
-    async with sender_to(kafka) as sender:
+    async with sender_to(kafka.connection) as sender:
         sent = [sender.send("sender-nodes", random.randbytes(17_000)) for _ in range(24)]
         await asyncio.gather(*await asyncio.gather(*sent))
 

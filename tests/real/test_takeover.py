@@ -5,8 +5,8 @@ import time
 
 import orjson
 
-from delivery.sender import Sender
 from producers.cluster.takeover import PublishedNodes, read_back
+from tests.real.pipeline import sender_to
 from tests.real.servers import KafkaServer
 from topics.topic import node_key
 
@@ -28,20 +28,18 @@ async def test_all_partitions_are_read_back_to_their_ends_and_from_the_time_that
 
     empty_kafka.create_topics({"gpu.workloads": PARTITIONS}, {"message.timestamp.type": "LogAppendTime"})
     nodes = [f"n{number}" for number in range(50)]
-    sender = Sender(empty_kafka.connection, client_id="test")
-    await sender.start()
-    between_ms = 0
-    for seq in (1, 2):
-        futures = [
-            await sender.send("gpu.workloads", record(node, seq), key=node_key("prod", node))
-            for node in nodes
-            if (node, seq) != ("n0", 2)
-        ]
-        await asyncio.gather(*futures)
-        if seq == 1:
-            await asyncio.sleep(0.01)
-            between_ms = int(time.time() * 1000)
-    await sender.stop()
+    async with sender_to(empty_kafka.connection) as sender:
+        between_ms = 0
+        for seq in (1, 2):
+            futures = [
+                await sender.send("gpu.workloads", record(node, seq), key=node_key("prod", node))
+                for node in nodes
+                if (node, seq) != ("n0", 2)
+            ]
+            await asyncio.gather(*futures)
+            if seq == 1:
+                await asyncio.sleep(0.01)
+                between_ms = int(time.time() * 1000)
 
     all_of_it, second = PublishedNodes("prod"), PublishedNodes("prod")
     await read_back(empty_kafka.connection, 0, all_of_it)

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from delivery.sender import Sender
 from streams import STREAMS
 from tests.eventually import eventually
-from tests.real.pipeline import Gpustream, read_all, usage_of
+from tests.real.pipeline import Gpustream, read_all, sender_to, usage_of
 from tests.real.servers import KafkaServer
 from tests.usage_sums import UsageSums
 from topics.topic import node_key
@@ -47,16 +46,14 @@ def story(start_ms: int) -> list[dict[str, Any]]:
 
 
 async def send(kafka: KafkaServer, ticks: list[dict[str, Any]]) -> None:
-    sender = Sender(kafka.connection, client_id="ticks")
-    await sender.start()
-    for start in range(0, len(ticks), 60):
-        began_s = time.monotonic()
-        for tick in ticks[start : start + 60]:
-            partition = int(tick["node"][1:]) % PARTITIONS
-            value, key = msgspec.json.encode(tick), node_key("c", tick["node"])
-            await sender.send("gpu.attributed", value, key=key, partition=partition)
-        await asyncio.sleep(max(0.0, 0.1 - (time.monotonic() - began_s)))
-    await sender.stop()
+    async with sender_to(kafka.connection) as sender:
+        for start in range(0, len(ticks), 60):
+            began_s = time.monotonic()
+            for tick in ticks[start : start + 60]:
+                partition = int(tick["node"][1:]) % PARTITIONS
+                value, key = msgspec.json.encode(tick), node_key("c", tick["node"])
+                await sender.send("gpu.attributed", value, key=key, partition=partition)
+            await asyncio.sleep(max(0.0, 0.1 - (time.monotonic() - began_s)))
 
 
 async def test_workers_that_are_killed_count_what_integer_sums_over_gpu_attributed_do(
