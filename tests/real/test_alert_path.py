@@ -10,6 +10,7 @@ import msgspec
 
 from delivery import topic_admin
 from delivery.sender import Sender
+from gpustream.output import now_ms
 from streams.alerts.rules import rules_file
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
@@ -37,10 +38,6 @@ EVERY_S = 0.2
 AWAY_S = 20.0
 RESEND = "15s"
 """What nobody sends again ends after four times that: longer than a sink takes to come back on a busy machine."""
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
 
 
 class Node:

@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.instruments import Instruments
+from gpustream.output import now_ms
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS
@@ -428,10 +429,6 @@ def holders(cluster: Cluster, node: Node) -> list[Holder | None]:
     (tick,) = [tick for tick in cluster.ticks.of_node(node.name) if tick.ts_ms == ts_ms]
     assert tick.attribution == "exact"
     return [device.holders[0] if device.holders else None for device in tick.devices]
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 # -- owners

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ import pytest
 from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 
+from gpustream.output import now_ms
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.real.pipeline import lag
@@ -76,11 +76,6 @@ async def receiver(prometheus: PrometheusServer, receive: Receive) -> AsyncItera
             yield f"http://127.0.0.1:{runner.addresses[0][1]}/write"
         finally:
             await runner.cleanup()
-
-
-def now_ms() -> int:
-    """The time, in milliseconds since the epoch."""
-    return int(time.time() * 1000)
 
 
 @pytest.mark.parametrize("protocol", ["1.0", "2.0", "auto"])

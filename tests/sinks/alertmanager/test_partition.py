@@ -11,6 +11,7 @@ import pytest
 
 from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
+from gpustream.output import now_ms
 from sinks.alertmanager import COMPONENT, INSTRUMENTS, AlertmanagerPartition, Notifier
 from sinks.outcomes import Outcomes
 from sinks.settings import AlertmanagerSettings
@@ -91,11 +92,6 @@ def records(*alerts: Alert, first: int = 0, ago_ms: int = 0) -> list[ConsumedRec
     return [
         alert_record(transition, first + number, at_ms=now_ms() - ago_ms) for number, transition in enumerate(alerts)
     ]
-
-
-def now_ms() -> int:
-    """The time, in milliseconds since the epoch."""
-    return int(clock.time() * 1000)
 
 
 async def test_each_transition_is_reported_in_order_and_each_offset_follows_its_request() -> None:
