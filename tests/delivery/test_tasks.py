@@ -23,7 +23,7 @@ async def test_work_that_ends_is_waited_for() -> None:
         await asyncio.sleep(0)
         calls.append("work")
 
-    await until_stopped(asyncio.Event(), work())
+    assert await until_stopped(asyncio.Event(), work())
     assert calls == ["work"]
 
 
@@ -37,7 +37,7 @@ async def test_a_stop_ends_work_that_hangs_and_lets_it_clean_up() -> None:
             ended.append("put away")
 
     asyncio.get_running_loop().call_soon(stop.set)
-    await until_stopped(stop, work())
+    assert not await until_stopped(stop, work())
     assert ended == ["put away"]
 
 
