@@ -13,11 +13,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from delivery import clients
 from delivery.connection import Connection
 from delivery.tasks import set_within
 from gpustream.serve import Component
-from gpustream.ticks import Tick, read_tick
+from gpustream.ticks import Tick, decode_tick
 from topics import alerts, attributed, dead_letters
 
 log = logging.getLogger(__name__)
@@ -98,8 +100,13 @@ class Tail:
             headers = dict(record.headers)
             if dead_letters.RESUBMITTED not in headers:
                 self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
-        elif (tick := read_tick(record)) is not None:
-            self._on_tick(tick)
+        else:
+            try:
+                tick = decode_tick(record.value or b"")
+            except msgspec.DecodeError as error:
+                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
+            else:
+                self._on_tick(tick)
 
 
 class Producer(Component, Protocol):

@@ -1,16 +1,11 @@
 """The ticks of gpu.attributed as the views need them: only the fields that are shown are decoded."""
 
-import logging
-from typing import Any
-
 import msgspec
 
 from topics.attributed import Workload
 from topics.idleness import Ratios
 from topics.samples import Mig, Process
 from topics.topic import decoder
-
-log = logging.getLogger(__name__)
 
 
 class Metrics(Ratios, frozen=True, gc=False):
@@ -97,12 +92,3 @@ class Tick(msgspec.Struct, frozen=True):
 
 decode_tick = decoder(Tick)
 """Decodes a record of gpu.attributed. Raises ``msgspec.DecodeError`` if it is not one."""
-
-
-def read_tick(record: Any) -> Tick | None:
-    """The tick of a record of gpu.attributed; None if it is malformed, which is logged."""
-    try:
-        return decode_tick(record.value or b"")
-    except msgspec.DecodeError as error:
-        log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
-        return None

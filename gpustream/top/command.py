@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
+import msgspec
 
 from delivery.connection import Connection
 from delivery.ledger import Partition
@@ -25,9 +26,11 @@ from gpustream.command import KAFKA, Command, option
 from gpustream.fleet import Fleet
 from gpustream.history import Span
 from gpustream.output import answer, is_screen
-from gpustream.ticks import read_tick
+from gpustream.ticks import decode_tick
 from gpustream.top import views
 from topics import alerts, attributed
+
+log = logging.getLogger(__name__)
 
 _READ_EVERY_S = 0.2
 _QUIET_S = 10.0
@@ -138,7 +141,12 @@ async def _read(
         for record in records:
             if reader.connection.unprefixed(record.topic) == alerts.TOPIC.name:
                 latest_alerts.update(record)
-            elif (tick := read_tick(record)) is not None:
+                continue
+            try:
+                tick = decode_tick(record.value or b"")
+            except msgspec.DecodeError as error:
+                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
+            else:
                 logged_s = min(record.timestamp / 1000, time.time())
                 fleet.observe(tick, logged_s - ahead_s, record.timestamp)
 
