@@ -260,13 +260,14 @@ class Reclaimer:
         return min([in_log_ms, *in_actions_ms])
 
     def _dues(self, alert: Alert, allowed: OptIn, since_ms: int) -> dict[ActionKind, int]:
-        """When each allowed action is due that is neither done nor open."""
+        """When each allowed action is due that is neither done nor open. One in a state that is not known, of a later
+        version, is left alone."""
         dues: dict[ActionKind, int] = {}
-        not_due = {*OVER, "intended", *([] if self.settings.act else ["dry_run"])}
+        may_begin = {"planned", "refused", "ended", *(["dry_run"] if self.settings.act else [])}
         for kind in [kind for kind in KINDS if kind in allowed.actions]:
             last = self.ledger.last(action_id(alert, kind))
             min_after_ms = 0 if kind == "event" else round(self.settings.least_s * 1000)
-            if last is None or last.state not in not_due:
+            if last is None or last.state in may_begin:
                 dues[kind] = due_ms(allowed.actions[kind], min_after_ms, since_ms)
         return dues
 

@@ -67,6 +67,15 @@ async def test_a_dry_run_changes_nothing_and_says_what_it_would_have_done_once()
     assert world.states("scale")[-2:] == ["intended", "done"]
 
 
+async def test_an_action_of_which_a_later_version_has_made_something_unknown_is_left_alone() -> None:
+    world = World("scale=1h")
+    world.write(world.deployment())
+    await world.replica().run()
+    world.log.append(msgspec.structs.replace(world.log[-1], state="handed_over"))
+    await world.replica().run(later_ms=HOUR_MS)
+    assert (world.states(), replicas(world)) == (["planned", "handed_over"], 2)
+
+
 async def test_a_namespace_that_says_nothing_is_left_alone_and_nothing_is_written() -> None:
     world = World(None)
     world.write(world.deployment())
