@@ -215,13 +215,13 @@ class Pipeline:
             )
         ]
 
-    def alone_s(self) -> dict[Fault, float]:
-        """How long each fault took to be overcome when it came alone: the median, in seconds."""
+    def alone_s(self, *, min_times: int = 1) -> dict[Fault, float]:
+        """How long each fault took to be overcome when it came alone, if that often: the median, in seconds."""
         times: dict[Fault, list[float]] = {}
         for done in self.rounds:
             if len(done.faults) == 1:
                 times.setdefault(done.faults[0], []).append(done.back_s)
-        return {fault: statistics.median(seconds) for fault, seconds in times.items()}
+        return {fault: statistics.median(seconds) for fault, seconds in times.items() if len(seconds) >= min_times}
 
     def lifetimes(self) -> dict[str, str]:
         """The resources of the longest life of each process, after its first two minutes: the most, and the growth."""

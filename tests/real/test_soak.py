@@ -81,7 +81,8 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
     assert counted.points > 0
     assert records > 0
     if MINUTES >= LONG_OUTAGE_S:
+        medians_s = pipeline.alone_s(min_times=3)  # a single time says how busy the machine was
         late_faults = {
-            fault.name: back_s for fault, back_s in pipeline.alone_s().items() if fault.back_s and back_s > fault.back_s
+            fault.name: back_s for fault, back_s in medians_s.items() if fault.back_s and back_s > fault.back_s
         }
         assert late_faults == {}
