@@ -178,9 +178,10 @@ class OwnerLookup:
             group.failures = group.failures + 1 if answer.status == 404 else 0
         if owner.kind in kinds:
             return kinds[owner.kind]
-        # a 404 may be that of a proxy, or of an API server that has not heard of a new group yet
-        soon_s = NEW_KIND_S * 2 ** min(group.failures - 1, 10)
-        return self._end_chain(owner, "unknown_kind", min(AGAIN_S, soon_s) if group.failures else AGAIN_S)
+        again_s = AGAIN_S
+        if group.failures:  # a 404 may be that of a proxy, or of an API server that has not heard of a new group yet
+            again_s = min(AGAIN_S, NEW_KIND_S * 2 ** min(group.failures - 1, 10))
+        return self._end_chain(owner, "unknown_kind", again_s)
 
     def _handle_refusal(self, group: _ApiGroup, owner: Owner, namespace: str, answer: Answer) -> Link:
         """The link after any other status: the API group is away for now, or the owner may not be read. Old denials are
