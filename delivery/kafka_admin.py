@@ -271,9 +271,9 @@ class Admin:
         listed = await self._client.list_consumer_groups()
         groups, full_prefix = [], self._connection.prefixed(prefix)
         for name in sorted(row[0] for row in listed if row[0].startswith(full_prefix)):
-            (response,) = await self._client.describe_consumer_groups([name])
-            (code, _, state, _, _, members, *_) = response.groups[0]
             coordinator = await self._client.find_coordinator(name)
+            (response,) = await self._client.describe_consumer_groups([name], coordinator)
+            (code, _, state, _, _, members, *_) = response.groups[0]
             # aiokafka's own method for this takes an error of the group for a group without offsets
             fetched = await self._client._send_request(OffsetFetchRequest(name, None), coordinator)  # noqa: SLF001
             if code or fetched.error_code:

@@ -171,9 +171,9 @@ async def create(
     topics = contract(connection)
     changes: dict[str, None] = {}
     deleted: set[str] = set()
-    delayed = ""
     async with connect(connection) as admin:
         for _ in range(_MAX_PASSES):
+            delayed = ""
             descriptions, unknown = await _inspect(admin, topics)
             _require(descriptions, {"Describe": descriptions})
             if unknown is not None:

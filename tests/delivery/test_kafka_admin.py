@@ -72,7 +72,7 @@ class FakeGroupsClient:
     async def list_consumer_groups(self) -> Any:
         return [("gpustream-usage", "consumer"), ("another", "consumer")]
 
-    async def describe_consumer_groups(self, names: list[str]) -> Any:
+    async def describe_consumer_groups(self, names: list[str], coordinator: int) -> Any:
         return [SimpleNamespace(groups=[(self._described, names[0], "Stable", "consumer", "", ["member"])])]
 
     async def list_consumer_group_offsets(self, name: str) -> Any:
