@@ -38,29 +38,18 @@ class Setup(SharedSetup):
 
     def __init__(
         self,
-        receiver: Receiver | None = None,
-        protocol: Protocol = "1.0",
-        max_samples: int = 1000,
-        probe_s: float = 0.0,
+        *of_all: Any,
         resolution: Resolution | None = None,
         relabelling: Relabelling | None = None,
-        stale_after_s: float = 0.0,
+        **options_of_all: Any,
     ) -> None:
-        super().__init__(
-            receiver,
-            protocol,
-            max_samples,
-            probe_s=probe_s,
-            stale_after_s=stale_after_s,
-            on_outcome=self._record_outcome,
-            clock_s=lambda: self.now_s,
-        )
+        super().__init__(*of_all, **options_of_all, on_outcome=self._record_outcome, clock_s=lambda: self.now_s)
         self.resolution = resolution
         self.translator = Translator([PROFILES["otel"]], relabelling=relabelling or Relabelling())
         self.now_s = self.queue_s = 0.0
         self.outcomes: list[tuple[str, int, Outcome]] = []
         self.steps: list[int] = []
-        deliverer = self.shared.deliverer
+        deliverer, max_samples = self.shared.deliverer, self.shared.max_samples
         self.queue = Queue(deliverer, at_once=2, max_samples=max_samples, clock_s=lambda: self.queue_s)
         self.handler = self.partition()
 
