@@ -33,18 +33,21 @@ def cpu_s(pid: int) -> float:
 async def produce(kafka: Connection, count: int, nodes: int) -> None:
     """Writes the log of a fleet, at any pace, with the log times of a fleet that is followed: a tick is joined with
     what was logged 2 s before it, and in a log of minutes that is written in seconds each tick would lack pods."""
-    topics = [kafka.prefixed(topic) for topic in LOGGED_AFTER_MS]
+    await set_timestamp_type(kafka, "CreateTime")
     producer = clients.producer(kafka, max_batch_size=512 * 1024, linger_ms=20)
     await producer.start()
+    async for topic, key, value in records(count, nodes):
+        logged_ms = orjson.loads(value)["ts_ms"] + LOGGED_AFTER_MS[topic]
+        await producer.send(kafka.prefixed(topic), value, key=key, timestamp_ms=logged_ms)
+    await producer.stop()
+    await set_timestamp_type(kafka, "LogAppendTime")
+
+
+async def set_timestamp_type(kafka: Connection, timestamp_type: str) -> None:
+    """Whose time a record of these topics has: the producer's or the broker's."""
     async with kafka_admin.connect(kafka) as admin:
-        for topic in topics:
-            await admin.alter(topic, {"message.timestamp.type": "CreateTime"})
-        async for topic, key, value in records(count, nodes):
-            logged_ms = orjson.loads(value)["ts_ms"] + LOGGED_AFTER_MS[topic]
-            await producer.send(kafka.prefixed(topic), value, key=key, timestamp_ms=logged_ms)
-        await producer.stop()
-        for topic in topics:
-            await admin.alter(topic, {"message.timestamp.type": "LogAppendTime"})
+        for topic in LOGGED_AFTER_MS:
+            await admin.alter(kafka.prefixed(topic), {"message.timestamp.type": timestamp_type})
 
 
 async def records(count: int, nodes: int) -> AsyncIterator[tuple[str, bytes, bytes]]:
