@@ -283,7 +283,7 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
                 pod,
                 namespace=shared(pod.namespace),
                 phase=shared(pod.phase) if pod.phase else pod.phase,
-                labels={name: shared(text) for name, text in pod.labels.items()},
+                labels=_shared_labels(*((name, shared(text)) for name, text in pod.labels.items())),
                 annotations=_shared_labels(*pod.annotations.items()),
                 namespace_labels=_shared_labels(*pod.namespace_labels.items()),
                 owners=tuple([Owner(shared(o.api_version), shared(o.kind), o.name) for o in pod.owners]),
