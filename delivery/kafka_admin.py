@@ -239,9 +239,7 @@ class Admin:
         """
         response = await self._client.create_topics(list(topics))
         errors = {row[0]: (for_code(row[1]), row[2]) for row in response.topic_errors if row[1]}
-        if temporary := {name: error for name, (error, _) in errors.items() if error.retriable}:
-            await self._client._client.force_metadata_update()  # noqa: SLF001 - or the old controller is asked again
-            raise BrokerUnavailable("\n".join(f"{name}: not created: {e.__name__}" for name, e in temporary.items()))
+        await self._raise_temporary("not created", {name: error for name, (error, _) in errors.items()})
         existing = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
         reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in existing}
         for name in reasons:
@@ -256,12 +254,24 @@ class Admin:
     async def alter(self, name: str, settings: Mapping[str, str]) -> None:
         """Set some of a topic's settings; the others stay as they are.
 
+        :raises BrokerUnavailable: they could not be set now, as while a controller is elected.
         :raises Refused: the broker does not take one of them.
         """
         response = await self._client._send_request(IncrementalAlterConfigs(name, settings))  # noqa: SLF001
-        reasons = {row[3]: row[1] or for_code(row[0]).__name__ for row in response.resources if row[0]}
-        if reasons:
+        errors = {row[3]: (for_code(row[0]), row[1]) for row in response.resources if row[0]}
+        await self._raise_temporary("settings not altered", {topic: error for topic, (error, _) in errors.items()})
+        if errors:
+            reasons = {topic: text or error.__name__ for topic, (error, text) in errors.items()}
             raise Refused("settings not altered", reasons)
+
+    async def _raise_temporary(self, outcome: str, errors: Mapping[str, type[KafkaError]]) -> None:
+        """Raise BrokerUnavailable if the same request may succeed later, perhaps when another controller is asked."""
+        temporary = {name: error for name, error in errors.items() if error.retriable}
+        if temporary:
+            await self._client._client.force_metadata_update()  # noqa: SLF001 - or the old controller is asked again
+            raise BrokerUnavailable(
+                "\n".join(f"{name}: {outcome}: {error.__name__}" for name, error in temporary.items())
+            )
 
     async def groups(self, prefix: str) -> list[GroupDescription]:
         """The consumer groups of this connection whose names begin with ``prefix`` and that this client may see.

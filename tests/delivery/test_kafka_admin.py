@@ -183,6 +183,14 @@ async def test_what_can_not_be_created_now_is_no_refusal_and_the_controller_is_l
     assert client.requests == [["a", "b"], "metadata"]
 
 
+async def test_settings_that_can_not_be_altered_now_are_not_refused_and_the_controller_is_looked_up_again() -> None:
+    client = FakeAdminClient(altered=[(NOT_CONTROLLER, None, TOPIC, "a")])
+
+    with pytest.raises(BrokerUnavailable, match="a: settings not altered: NotControllerError"):
+        await Admin(client, Connection("kafka:9092")).alter("a", {"retention.ms": "-1"})
+    assert client.requests == [("a", {"retention.ms": "-1"}), "metadata"]
+
+
 async def test_the_groups_have_their_members_and_offsets() -> None:
     groups = await Admin(FakeGroupsClient(), Connection("kafka:9092")).groups("gpustream-")
 
