@@ -1,6 +1,7 @@
 """Fixtures and hooks for the tests of all folders."""
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import importlib
@@ -79,9 +80,8 @@ def pytest_runtest_teardown() -> Iterator[None]:
     assert not errors, f"left to the garbage collector: {errors}"
 
 
-def pytest_unconfigure() -> None:
-    """Unfreeze the objects, or libraries written in C++ report them as leaked when the process ends."""
-    gc.unfreeze()
+atexit.register(gc.unfreeze)
+"""Or libraries written in C++ report what is frozen as leaked when the process ends."""
 
 
 def _close_connections_first(loop: asyncio.SelectorEventLoop) -> None:

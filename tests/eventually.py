@@ -67,6 +67,15 @@ def eventually_sync(
         time.sleep(max(every_s, now_s - asked_s))
 
 
+async def settle(rounds: int = 20) -> None:
+    """Lets every task run until it waits: until no callback is ready, or for so many rounds of the loop."""
+    ready = vars(asyncio.get_running_loop())["_ready"]  # asyncio has no public list of them
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+        if not ready:
+            return
+
+
 def _describe(condition: Callable[[], object], description: str) -> str:
     """The test's description of the condition, or else its source."""
     try:

@@ -13,7 +13,7 @@ from tests.command_line import parsed
 from tests.real import servers
 
 ROOT = Path(__file__).parent.parent
-COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+COMPOSE = yaml.load((ROOT / "docker-compose.yml").read_text(), yaml.CSafeLoader)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"] == "gpustream"}
 OTHERS = SERVICES.keys() - OURS.keys()
@@ -22,7 +22,7 @@ SCHEMAS = "check_jsonschema/builtin_schemas/vendor"
 
 def config(name: str) -> Any:
     """A configuration file that the compose file holds, parsed."""
-    return yaml.safe_load(COMPOSE["configs"][name]["content"])
+    return yaml.load(COMPOSE["configs"][name]["content"], yaml.CSafeLoader)
 
 
 def violations(document: Any, schema_name: str = "compose-spec") -> list[str]:
@@ -162,7 +162,7 @@ def test_prometheus_accepts_remote_writes_and_sends_alerts() -> None:
 def test_conditions_of_the_alert_stream_have_no_rule_in_prometheus() -> None:
     assert "alerts" in OURS
     loaded = [ROOT / mount.split(":")[0] for mount in SERVICES["prometheus"]["volumes"] if mount.startswith(".")]
-    groups = [group for file in loaded for group in yaml.safe_load(file.read_text())["groups"]]
+    groups = [group for file in loaded for group in yaml.load(file.read_text(), yaml.CSafeLoader)["groups"]]
     alerts = [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
     assert alerts != []
     assert [name for name in alerts if not name.startswith("Gpustream")] == []

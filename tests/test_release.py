@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("delivery", "producers", "sinks", "streams", "topics")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TEXT = (ROOT / ".github" / "workflows" / "release.yml").read_text()
-WORKFLOW: dict[str, Any] = yaml.safe_load(TEXT)
+WORKFLOW: dict[str, Any] = yaml.load(TEXT, yaml.CSafeLoader)
 STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
 
 

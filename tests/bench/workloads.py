@@ -12,8 +12,9 @@ import sys
 import orjson
 
 from producers.workloads import WorkloadsPublisher
+from tests.eventually import settle
 from tests.producers.cluster.kubernetes_objects import START_MS, pod, state
-from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
+from tests.producers.fakes import FakeClock, FakeSender, instruments
 from topics.workloads import TOPIC, Owner
 
 EVERY_MS, LIFE_MS, AFTER_MS, STEP_MS = 900, 300, 30 * 60_000, 10_000

@@ -1,5 +1,6 @@
 """The dashboards and the rules of Prometheus as their tests read them, and the queries as Grafana would send them."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -50,9 +51,10 @@ def variables(uid: str) -> dict[str, dict[str, Any]]:
     return {variable["name"]: variable for variable in DASHBOARDS[uid]["templating"]["list"]}
 
 
+@functools.cache
 def rules() -> list[dict[str, Any]]:
     """Every rule of every file for Prometheus."""
-    files = [yaml.safe_load(file.read_text()) for file in sorted(PROMETHEUS.glob("*.yml"))]
+    files = [yaml.load(file.read_text(), yaml.CSafeLoader) for file in sorted(PROMETHEUS.glob("*.yml"))]
     return [rule for file in files for group in file["groups"] for rule in group["rules"]]
 
 

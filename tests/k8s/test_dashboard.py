@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from gpustream import reference
 from streams.alerts.xids import XID_KINDS, XIDS
 from tests.k8s import dashboard
-from tests.k8s.dashboard import DASHBOARDS, K8S, Query
+from tests.k8s.dashboard import DASHBOARDS, K8S
 from tests.test_compose import config
 from tests.topics.records import own_labels
 from topics import catalogue
@@ -31,10 +31,11 @@ PANELS = dashboard.panels()
 QUERIES = dashboard.queries()
 RULES = dashboard.rules()
 ALERTS = [rule for rule in RULES if "alert" in rule]
-EXPRESSIONS: dict[str, str] = {
-    **{str(query): query.expr for query in [*QUERIES, *dashboard.label_queries()]},
-    **{f"{number} {rule.get('alert') or rule['record']}": rule["expr"] for number, rule in enumerate(RULES)},
-}
+EXPRESSIONS: list[tuple[str, str]] = [
+    *((str(query), query.expr) for query in [*QUERIES, *dashboard.label_queries()]),
+    *((rule.get("alert") or rule["record"], rule["expr"]) for rule in RULES),
+]
+"""Every expression, and where it is."""
 
 _NAME = re.compile(r"(?<![:\w])(?:gpu|gpustream)_\w+(?!:)\b")
 _TEXT = re.compile(r'"[^"]*"')
@@ -228,9 +229,12 @@ def test_every_query_asks_the_data_source_that_compose_provisions() -> None:
     assert [asker for asker in askers if asker["datasource"] != source] == []
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=str)
-def test_a_query_has_only_variables_that_there_are(query: Query) -> None:
-    assert dashboard.used(query.expr) <= dashboard.variables(query.board).keys() | GRAFANAS_OWN
+@of_boards
+def test_its_queries_have_only_variables_that_there_are(uid: str) -> None:
+    known = dashboard.variables(uid).keys() | GRAFANAS_OWN
+    queries = [query for query in QUERIES if query.board == uid]
+    assert queries
+    assert {str(query): unknown for query in queries if (unknown := dashboard.used(query.expr) - known)} == {}
 
 
 @of_boards
@@ -260,17 +264,18 @@ def test_links_lead_to_dashboards_that_there_are_and_give_variables_that_these_h
     assert {tuple(board["tags"]) for board in DASHBOARDS.values()} == {("gpustream",)}
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS.values(), ids=list(EXPRESSIONS))
-def test_an_expression_is_of_series_that_gpustream_has(expr: str) -> None:
-    named = set(_NAME.findall(_TEXT.sub("", expr))) - _LABELS
-    recorded = {rule["record"] for rule in RULES if "record" in rule}
-    assert named or any(name in expr for name in PROMETHEUS_OWN | recorded)
-    assert named - kinds().keys() == set()
+def test_every_expression_is_of_series_that_gpustream_has() -> None:
+    other_names = PROMETHEUS_OWN | {rule["record"] for rule in RULES if "record" in rule}
+    for where, expr in EXPRESSIONS:
+        named = set(_NAME.findall(_TEXT.sub("", expr))) - _LABELS
+        assert named or any(name in expr for name in other_names), where
+        assert named - kinds().keys() == set(), where
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS.values(), ids=list(EXPRESSIONS))
-def test_rates_are_of_counters(expr: str) -> None:
-    assert {metric for metric in _COUNTED.findall(expr) if kinds()[metric] != "counter"} == set()
+def test_rates_are_of_counters() -> None:
+    rated = [(where, metric) for where, expr in EXPRESSIONS for metric in _COUNTED.findall(expr)]
+    assert rated
+    assert [(where, metric) for where, metric in rated if kinds()[metric] != "counter"] == []
 
 
 # Rules

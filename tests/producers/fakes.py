@@ -136,12 +136,6 @@ def containers(*pods: str) -> list[dict[str, Any]]:
     ]
 
 
-async def settle(rounds: int = 20) -> None:
-    """Let every task run until it waits."""
-    for _ in range(rounds):
-        await asyncio.sleep(0)
-
-
 class HasPublisher(Protocol):
     """A test's bench with a publisher."""
 

@@ -12,6 +12,7 @@ from delivery.sender import Headers
 from producers import publisher as names
 from producers.publisher import NodePublisher
 from producers.records import Numbering, RetryBuffer
+from tests.eventually import settle
 from tests.producers.fakes import (
     CLUSTER,
     DROP_REASONS,
@@ -20,7 +21,6 @@ from tests.producers.fakes import (
     FakeSender,
     containers,
     instruments,
-    settle,
     value,
 )
 

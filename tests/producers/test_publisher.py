@@ -16,6 +16,7 @@ from producers.publisher import (
     NodePublisher,
 )
 from producers.records import RetryBuffer
+from tests.eventually import settle
 from tests.producers.fakes import (
     CLUSTER,
     DROP_REASONS,
@@ -26,7 +27,6 @@ from tests.producers.fakes import (
     devices,
     instruments,
     running,
-    settle,
     value,
 )
 

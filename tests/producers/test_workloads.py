@@ -9,7 +9,8 @@ from producers import publisher as names
 from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S
 from producers.records import WorkloadsContent
 from producers.workloads import MAX_IN_FLIGHT, WorkloadsPublisher
-from tests.producers.fakes import FakeClock, FakeSender, instruments, running, settle, value
+from tests.eventually import settle
+from tests.producers.fakes import FakeClock, FakeSender, instruments, running, value
 
 WORKLOADS = "gpu.workloads"
 

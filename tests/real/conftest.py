@@ -64,19 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What a server that is killed leaves open depends on the moment: it is reported with its test, and fails nothing.
     """
-    for item in items:
-        if item.path.is_relative_to(FOLDER):
-            item.add_marker(pytest.mark.real)
-            item.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
-            if why := receivers.why_not(item.name):
-                item.add_marker(pytest.mark.skip(f"{receivers.chosen().__name__}: {why}"))
-    items.sort(key=_turn)
+    ours = [item for item in items if FOLDER in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.real)
+        item.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
+        if why := receivers.why_not(item.name):
+            item.add_marker(pytest.mark.skip(f"{receivers.chosen().__name__}: {why}"))
+    turns = {item.path: _turn(item.path) for item in ours}
+    items.sort(key=lambda item: turns.get(item.path, len(LONGEST_FIRST) + 1))
 
 
-def _turn(item: pytest.Item) -> int:
-    if not item.path.is_relative_to(FOLDER):
-        return len(LONGEST_FIRST) + 1
-    return LONGEST_FIRST.index(item.path.stem) if item.path.stem in LONGEST_FIRST else len(LONGEST_FIRST)
+def _turn(path: Path) -> int:
+    return LONGEST_FIRST.index(path.stem) if path.stem in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def need(*finders: Callable[[], Path]) -> None:

@@ -26,9 +26,9 @@ from producers.cluster.owners import (
     Chain,
     Owners,
 )
-from tests.eventually import eventually
+from tests.eventually import eventually, settle
 from tests.producers.cluster.kubernetes_objects import reference
-from tests.producers.fakes import FakeClock, settle, value
+from tests.producers.fakes import FakeClock, value
 from topics.workloads import Owner
 
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")

@@ -61,7 +61,7 @@ def observed(behaviour: Behaviour) -> tuple[ObservedGpu, ...]:
 @cache
 def _everything() -> list[tuple[Behaviour, ObservedGpu]]:
     observed_gpus: list[tuple[Behaviour, ObservedGpu]] = []
-    for seed in range(1, 6):
+    for seed in (3, 4, 5):
         fleet = Fleet(4, 8, seed=seed, behaviours=BEHAVIOURS)
         for node in (fleet.node(index) for index in (0, 2, 3)):
             for at_ms in range(0, 900_000, 5_000):

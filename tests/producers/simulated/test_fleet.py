@@ -30,7 +30,7 @@ START_MS = 1_795_218_340_000
 fleets = st.builds(
     Fleet,
     nodes=st.integers(1, 4),
-    gpus=st.sampled_from([1, 2, 8]),
+    gpus=st.sampled_from([1, 2, 4]),
     cluster=st.sampled_from(["default", "prod-1"]),
     seed=st.integers(0, 1000),
     pod_life_s=st.sampled_from([1.5, 20.0, 300.0]),

@@ -75,11 +75,16 @@ class Receiver:
 
     def take(self, samples: Sequence[Sample], *, count: bool = False) -> Answer:
         """Stores samples, or answers with the error of the first bad one."""
-        errors = {number: error for number, sample in enumerate(samples) if (error := self._error_of(sample))}
+        keys = [sample.series for sample in samples]
+        errors = {
+            number: error
+            for number, (key, sample) in enumerate(zip(keys, samples, strict=True))
+            if (error := self._error_of(key, sample))
+        }
         if not errors or self.kind.partial or count:
-            for number, sample in enumerate(samples):
+            for number, (key, sample) in enumerate(zip(keys, samples, strict=True)):
                 if number not in errors:
-                    self._store(sample)
+                    self._store(key, sample)
         written = len(samples) - (0 if self.kind.counts_all else len(errors))
         accepted_count = written if count else None
         if not errors:
@@ -99,8 +104,8 @@ class Receiver:
         """How many staleness markers are stored."""
         return sum(bits == STALE_BITS for points in self.stored.values() for _, bits in points)
 
-    def _error_of(self, sample: Sample) -> str | None:
-        points = self.stored.get(sample.series)
+    def _error_of(self, key: frozenset[tuple[str, str]], sample: Sample) -> str | None:
+        points = self.stored.get(key)
         newest = points[-1] if points else (-1, 0)
         if sample.ts_ms < newest[0]:
             return "out of order sample"
@@ -108,8 +113,8 @@ class Receiver:
             return "duplicate sample for timestamp"
         return self.refuse(sample)
 
-    def _store(self, sample: Sample) -> None:
-        points = self.stored.setdefault(sample.series, [])
+    def _store(self, key: frozenset[tuple[str, str]], sample: Sample) -> None:
+        points = self.stored.setdefault(key, [])
         if not points or points[-1][0] < sample.ts_ms:
             points.append((sample.ts_ms, sample.bits))
 

@@ -27,6 +27,7 @@ from streams.app import ReaderApp
 from streams.caught_up import BREAK_S
 from streams.reader import Batch
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks
+from tests.eventually import settle
 from tests.streams.alerts.stories import SHORT_RULES
 from tests.streams.fakes import LedgerApp, Record
 from topics.alerts import Alert
@@ -223,9 +224,3 @@ class Worker(LedgerApp):
         row = next(row for row in INSTRUMENTS if row.name == f"gpustream_alerts_{name}")
         value = self.instruments.registry.get_sample_value(row.name, dict(zip(row.labels, labels, strict=True)))
         return value or 0.0
-
-
-async def settle() -> None:
-    """Let callbacks run."""
-    for _ in range(12):
-        await asyncio.sleep(0)

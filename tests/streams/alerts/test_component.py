@@ -16,8 +16,9 @@ from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from streams.stage import ATTRIBUTED
+from tests.eventually import settle
 from tests.growth import kept
-from tests.streams.alerts.fakes import Broker, Worker, settle
+from tests.streams.alerts.fakes import Broker, Worker
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, holder, overlay, tick
 from tests.streams.fakes import Record

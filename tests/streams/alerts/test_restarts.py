@@ -16,7 +16,8 @@ from streams.alerts.machine import FORGET_MS
 from streams.alerts.tick import Tick
 from streams.stage import ATTRIBUTED
 from tests.clock import run
-from tests.streams.alerts.fakes import Broker, Worker, settle
+from tests.eventually import settle
+from tests.streams.alerts.fakes import Broker, Worker
 from tests.streams.alerts.stories import SHORT_RULES, lives
 from tests.streams.alerts.ticks import START_MS, device, holder, tick
 from tests.streams.fakes import Record

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_what_is_reported_idle_is_idle_and_nearly_all_that_is_idle_is_reported() -> None:
-    fleet = Fleet(2, 8, seed=7, pod_life_s=1200)
+    fleet = Fleet(2, 4, seed=7, pod_life_s=1200)
     right, claims, asked_of_held = scores(fleet, 2000, for_ms=3 * MINUTE_MS, grace_ms=MINUTE_MS // 2).values()
     assert right.precision > 0.99
     assert right.recall > 0.9

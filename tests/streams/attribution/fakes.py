@@ -17,6 +17,7 @@ from delivery.settings import DEAD_LETTERS
 from streams.app import ReaderApp
 from streams.attribution import component
 from streams.attribution.component import ALLOCATIONS, INSTRUMENTS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from tests.eventually import settle
 from tests.streams.fakes import LedgerApp, Record
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
@@ -143,7 +144,7 @@ class FakeApp(LedgerApp):
         """Let the joiner read everything in these topics."""
         for topic in topics:
             await self.joiner.handle(self.batch(topic, partition))
-            await self.settle()
+            await settle()
             await self.look()
 
     async def look(self) -> None:
@@ -153,12 +154,7 @@ class FakeApp(LedgerApp):
                 await self.joiner.check_pending()
             except RuntimeError as error:
                 self.fail(repr(error))
-            await self.settle()
-
-    async def settle(self) -> None:
-        """Let callbacks run."""
-        for _ in range(10):
-            await asyncio.sleep(0)
+            await settle()
 
     def nodes(self) -> set[bytes]:
         """The keys of the nodes whose state is held."""
@@ -194,4 +190,4 @@ async def until_sent(app: FakeApp, count: int) -> None:
     async with asyncio.timeout(10):
         while len(app.sender.sent) < count:  # noqa: ASYNC110 - the sender is not to know who waits
             await asyncio.sleep(0)
-    await app.settle()
+    await settle()

@@ -12,7 +12,8 @@ from producers.publisher import RESEND_S
 from producers.records import WorkloadsContent
 from producers.workloads import WorkloadsPublisher
 from streams.attribution.workloads import AsOf, KnownWorkloads, add_record
-from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
+from tests.eventually import settle
+from tests.producers.fakes import FakeClock, FakeSender, instruments
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads
 

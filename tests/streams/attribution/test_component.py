@@ -9,6 +9,7 @@ from delivery.ledger import Partition
 from delivery.sender import Unsendable
 from streams.attribution import join
 from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
+from tests.eventually import settle
 from tests.streams.attribution.fakes import FakeApp, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick
 from tests.streams.fakes import Record
@@ -44,11 +45,11 @@ async def test_a_tick_is_finished_only_when_its_output_is_acknowledged() -> None
     assert app.position(SAMPLES) == 0
 
     app.sender.sent[1].acknowledged.set_result(1)
-    await app.settle()
+    await settle()
     assert app.position(SAMPLES) == 0
 
     app.sender.sent[0].acknowledged.set_result(0)
-    await app.settle()
+    await settle()
     assert app.position(SAMPLES) == 2
     assert app.total("ticks_total", "none") == 2
 
@@ -132,7 +133,7 @@ async def test_a_bad_record_is_finished_only_when_its_letter_is_acknowledged(top
     assert app.position(topic) == 0
 
     app.sender.letters()[0].acknowledged.set_result(0)
-    await app.settle()
+    await settle()
     assert app.position(topic) == 1
 
 
@@ -159,7 +160,7 @@ async def test_a_tick_whose_output_is_too_large_is_dead_lettered_with_its_own_by
     assert app.position(SAMPLES) == 0
 
     letter.acknowledged.set_result(0)
-    await app.settle()
+    await settle()
     assert app.position(SAMPLES) == 1
     assert app.total("records_dead_lettered_total", SAMPLES, "unsendable") == 1
     assert app.total("ticks_total", "none") == 0
@@ -172,7 +173,7 @@ async def test_a_letter_that_the_broker_refuses_holds_up_nothing(caplog: pytest.
     await app.read(SAMPLES)
 
     app.sender.letters()[0].acknowledged.set_exception(Unsendable("refused"))
-    await app.settle()
+    await settle()
     assert (app.position(SAMPLES), app.failures) == (1, [])
     assert "not even its dead letter could be sent: refused" in caplog.text
 
@@ -226,7 +227,7 @@ async def test_an_output_that_is_not_acknowledged_ends_the_process() -> None:
     await app.read(SAMPLES)
 
     app.sender.sent[0].acknowledged.set_exception(OSError("gone"))
-    await app.settle()
+    await settle()
 
     assert len(app.failures) == 1
     assert app.position(SAMPLES) == 0

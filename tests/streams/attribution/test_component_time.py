@@ -8,6 +8,7 @@ import pytest
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
 from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS
+from tests.eventually import settle
 from tests.streams.attribution.fakes import FakeApp, looking, until_sent
 from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, pod, snapshot, tick, workloads
 from tests.streams.fakes import Record
@@ -102,7 +103,7 @@ async def test_one_answer_is_enough_for_a_backlog_that_is_read_later() -> None:
     await app.read(WORKLOADS, ALLOCATIONS)
     for _ in range(2):  # the second was asked for after the first had said where the samples end
         app.ask_ends()
-        await app.settle()
+        await settle()
     app.answering = False
 
     await app.read(SAMPLES)
@@ -123,7 +124,7 @@ async def test_ticks_that_come_live_find_the_workloads_read() -> None:
         await app.joiner.handle(app.batch(SAMPLES))
         assert len(app.sender.sent) == i + 1
         app.ask_ends()  # as the app does every second
-        await app.settle()
+        await settle()
 
 
 async def test_the_end_of_the_workloads_is_asked_for_before_a_tick_has_to_wait_for_it() -> None:
@@ -135,7 +136,7 @@ async def test_the_end_of_the_workloads_is_asked_for_before_a_tick_has_to_wait_f
         asked_before = app.ends_asked
         app.log(tick(2 + i, None), timestamp=10_300 + i * 300)
         await app.joiner.handle(app.batch(SAMPLES))
-        await app.settle()
+        await settle()
         assert (len(app.sender.sent), app.ends_asked - asked_before <= 1) == (2 + i, True)
 
     assert 5 <= app.ends_asked <= 12
@@ -216,7 +217,7 @@ async def test_an_epoch_that_ends_while_the_sender_has_no_room_ends_the_batch() 
         app.log(tick(i, None))
     app.sender.room.clear()
     taking = asyncio.create_task(app.joiner.handle(app.batch(SAMPLES)))
-    await app.settle()
+    await settle()
     app.begin({Partition(SAMPLES, 0): 0})
     app.sender.room.set()
     await taking
@@ -236,11 +237,11 @@ async def test_an_acknowledgement_of_an_epoch_that_is_over_finishes_nothing() ->
     await app.read(SAMPLES)
 
     app.sender.sent[0].acknowledged.set_result(0)
-    await app.settle()
+    await settle()
     assert app.position(SAMPLES) == 0
 
     app.sender.sent[1].acknowledged.set_result(1)
-    await app.settle()
+    await settle()
     assert app.position(SAMPLES) == 1
     assert app.total("ticks_total", "none") == 1
 

@@ -15,7 +15,8 @@ from streams.stage import ATTRIBUTED
 from streams.usage.books import Accounting
 from streams.usage.component import INSTRUMENTS, KEEP_S, NO_SAMPLES_S, UsageWorker
 from tests.clock import run
-from tests.streams.alerts.fakes import Broker, Worker, settle
+from tests.eventually import settle
+from tests.streams.alerts.fakes import Broker, Worker
 from tests.streams.fakes import Record
 from tests.streams.usage.made import START_MS, gpu, holder
 from topics.topic import node_key
