@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpustream import devices
+from gpustream.cli import main
 from gpustream.devices import NothingToShow, describe, only, place_containers, read_twice
 from producers.node.config import NodeSettings
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
@@ -31,37 +33,31 @@ INTERVAL_S = 2
 
 
 class Machine:
-    """A machine of 4 GPUs, and the command on it."""
+    """A machine of 4 GPUs, and the command on it, in this process."""
 
-    def __init__(self, directory: Path) -> None:
-        self.nvml = ScriptedNvml(directory, gpus=4)
+    def __init__(self, nvml: ScriptedNvml, directory: Path) -> None:
+        self.nvml = nvml
+        self.nvml.gpus = 4
         self.nvml.set(None, sample_period_us=1_000)
         self.procfs = directory / "proc"
         self.procfs.mkdir()
         self.socket: str = "off"
 
-    def run(self, *options: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "gpustream", "devices", "--node", "gpu-node-1", "--procfs", str(self.procfs)]
-        environment = {**os.environ, **self.nvml.environment(), "GPUSTREAM_POD_RESOURCES_SOCKET": self.socket}
-        return subprocess.run(
-            [*command, "--interval", str(INTERVAL_S), *options],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+    def run(self, *options: str) -> Result:
+        command = ["devices", "--node", "gpu-node-1", "--procfs", str(self.procfs), "--interval", str(INTERVAL_S)]
+        self.nvml.load()
+        return CliRunner().invoke(main, [*command, *options], env={"GPUSTREAM_POD_RESOURCES_SOCKET": self.socket})
 
     def report(self, *options: str) -> dict[str, Any]:
         result = self.run("--format", "json", *options)
-        assert (result.returncode, result.stderr) == (0, ""), result.stderr
+        assert (result.exit_code, result.stderr) == (0, "")
         (line,) = result.stdout.splitlines()
         report: dict[str, Any] = json.loads(line)
         return report
 
     def text(self, *options: str) -> str:
         result = self.run(*options)
-        assert (result.returncode, result.stderr) == (0, ""), result.stderr
+        assert (result.exit_code, result.stderr) == (0, "")
         assert max(map(len, result.stdout.splitlines())) <= devices.WIDTH
         return result.stdout
 
@@ -74,8 +70,15 @@ class Machine:
 
 
 @pytest.fixture
-def machine(nvml_directory: Path) -> Machine:
-    return Machine(nvml_directory)
+def machine(nvml: ScriptedNvml, tmp_path: Path) -> Machine:
+    return Machine(nvml, tmp_path)
+
+
+def alone(nvml: ScriptedNvml | None, *options: str) -> "subprocess.CompletedProcess[str]":
+    """The command in a process of its own, which loads its own library."""
+    command = [sys.executable, "-m", "gpustream", "devices", "--pod-resources-socket", "off", *options]
+    environment = {**os.environ, **(nvml.environment() if nvml else {})}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def _left_out(device: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
@@ -113,12 +116,13 @@ def test_every_key_of_a_device_has_a_value_or_a_reason(machine: Machine) -> None
 
 
 def test_an_older_driver_has_no_such_symbols_and_that_is_said(nvml_directory: Path) -> None:
-    machine = Machine(nvml_directory)
-    machine.nvml = ScriptedNvml(nvml_directory, gpus=1, old=True)
-    (device,) = machine.report()["devices"]
+    result = alone(ScriptedNvml(nvml_directory, gpus=1, old=True), "--format", "json", "--interval", str(INTERVAL_S))
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    (device,) = report["devices"]
     assert _left_out(device)["memory_reserved_bytes"][-1][1] in ("FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH")
     assert _left_out(device)["sm_active_ratio"] == [("nvmlGpmQueryDeviceSupport", "FUNCTION_NOT_FOUND")]
-    assert "no such symbol in this driver" in machine.text()
+    assert "no such symbol in this driver" in devices.text(report)
 
 
 def test_holders_are_found_by_every_form_of_id_and_what_is_on_no_device_is_said(
@@ -256,7 +260,7 @@ def test_one_device_is_shown_by_its_index_or_its_uuid_and_a_gpu_with_its_mig_dev
     }
     assert list(uuids.values()) == [[UUID.format(1), MIG.format(1), MIG.format(5)], [MIG.format(5)]]
     result = machine.run("--device", "17")
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (1, "")
     assert f"no device '17' here, by index or UUID: there are 0 {UUID.format(0)}, 1" in result.stderr
 
 
@@ -264,29 +268,26 @@ def test_one_device_is_shown_by_its_index_or_its_uuid_and_a_gpu_with_its_mig_dev
 def test_a_driver_that_is_not_loaded_is_one_sentence_and_exit_code_1(machine: Machine, form: str) -> None:
     machine.nvml.driver("absent")
     result = machine.run("--format", form)
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("no NVIDIA driver: its library is there")
     assert len(result.stderr.splitlines()) == 1
 
 
 def test_without_the_library_it_is_said_what_is_missing() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "gpustream", "devices"], capture_output=True, text=True, timeout=100, check=False
-    )
+    result = alone(None)
     assert (result.returncode, result.stdout) == (1, "")
     assert "libnvidia-ml.so.1 is not found" in result.stderr
 
 
-def test_a_driver_without_gpus_is_one_sentence_too(nvml_directory: Path) -> None:
-    machine = Machine(nvml_directory)
+def test_a_driver_without_gpus_is_one_sentence_too(machine: Machine) -> None:
     machine.nvml.gpus = 0
     result = machine.run()
-    assert (result.returncode, result.stderr) == (1, "the NVIDIA driver has no GPU\n")
+    assert (result.exit_code, result.stderr) == (1, "the NVIDIA driver has no GPU\n")
 
 
 def test_an_interval_that_is_too_short_to_read_a_gpu_in_is_an_error(machine: Machine) -> None:
     result = machine.run("--interval", "50ms")
-    assert result.returncode == 2
+    assert result.exit_code == 2
     assert "the least is 100ms" in result.stderr
 
 
