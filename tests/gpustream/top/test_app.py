@@ -1,6 +1,7 @@
 """The terminal application, by its keys and its mouse, on small and large screens."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from gpustream.alerts import LatestAlerts
 from gpustream.fleet import Fleet
-from gpustream.ticks import decode_tick
+from gpustream.ticks import Tick, decode_tick
 from gpustream.top import draw, views
 from gpustream.top.app import TopApp
 from gpustream.top.views import Now
@@ -24,13 +25,20 @@ SIZES = [(80, 24), (200, 60)]
 
 def simulated(nodes: int = 4, seconds: int = 30) -> Fleet:
     """A fleet that was simulated for some seconds."""
-    fleet, truth = Fleet(), SimulatedFleet(nodes, 8)
-    for index in range(nodes):
-        node = truth.node(index)
-        for second in range(1, seconds + 1):
-            raw = record(node.read(second * 1000, 1), node.name, second, second * 1000)
-            fleet.observe(decode_tick(raw), float(second), second * 1000)
+    fleet = Fleet()
+    for second, node_tick in _simulated_ticks(nodes, seconds):
+        fleet.observe(node_tick, float(second), second * 1000)
     return fleet
+
+
+@functools.cache
+def _simulated_ticks(nodes: int, seconds: int) -> list[tuple[int, Tick]]:
+    truth = [SimulatedFleet(nodes, 8).node(index) for index in range(nodes)]
+    return [
+        (second, decode_tick(record(node.read(second * 1000, 1), node.name, second, second * 1000)))
+        for node in truth
+        for second in range(1, seconds + 1)
+    ]
 
 
 def now_of(fleet: Fleet, alerts: LatestAlerts | None = None, trouble: str = "") -> Callable[[], Now]:
