@@ -15,7 +15,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 ARGS ?=
 
 # How many test files run at a time, in the order of tests/real/conftest.py: tests also wait, so that four keep two cores
-# busy. Each that runs real tests has servers of its own. JOBS=0 runs them one after another.
+# busy, and three are enough for those that hardly wait: each collects all tests. Each that runs real tests has servers
+# of its own. JOBS=0 runs them one after another.
 JOBS ?= 4
 PYTEST = $(COMPILED) $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -74,6 +75,7 @@ demo: $(RUNS) ## everything in one command: a simulated fleet of 4 nodes of 8 GP
 test: install ## unit and property tests, and every real test whose server is at hand; skips are listed at the end
 	$(PYTEST) $(ARGS)
 
+test-fast: JOBS = 3
 test-fast: install ## the tests that need neither servers nor seconds, with few examples each: while you write
 	GPUSTREAM_HYPOTHESIS=fast $(PYTEST) -m "not real and not slow" --ignore=tests/real $(ARGS)
 

@@ -1,5 +1,6 @@
 """docker-compose.yml agrees with the Compose schema, with the command's options and with itself. No Docker needed."""
 
+import functools
 import importlib.metadata
 import json
 from pathlib import Path
@@ -27,11 +28,16 @@ def config(name: str) -> Any:
 
 def violations(document: Any, schema_name: str = "compose-spec") -> list[str]:
     """The violations of the Compose schema, or of another one that comes with check-jsonschema, in a document."""
+    return [f"{error.json_path}: {error.message}" for error in _validator(schema_name).iter_errors(document)]
+
+
+@functools.cache
+def _validator(schema_name: str) -> Any:
     path = importlib.metadata.distribution("check-jsonschema").locate_file(f"{SCHEMAS}/{schema_name}.json")
     schema = json.loads(Path(str(path)).read_text())
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
-    return [f"{error.json_path}: {error.message}" for error in kind(schema).iter_errors(document)]
+    return kind(schema)
 
 
 def test_it_follows_the_compose_schema() -> None:

@@ -59,8 +59,8 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test below this folder, and runs them before all others, the longest files first: what is short fills
-    the gaps that they leave, and no worker has a long file to itself at the end.
+    """Marks every test below this folder, and runs them before all others, the longest files first, and after them the
+    files that have slow tests: what is short fills the gaps that they leave, and no worker has a long file at the end.
 
     What a server that is killed leaves open depends on the moment: it is reported with its test, and fails nothing.
     """
@@ -70,8 +70,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
         if why := receivers.why_not(item.name):
             item.add_marker(pytest.mark.skip(f"{receivers.chosen().__name__}: {why}"))
-    turns = {item.path: _turn(item.path) for item in ours}
-    items.sort(key=lambda item: turns.get(item.path, len(LONGEST_FIRST) + 1))
+    turns = {item.path: len(LONGEST_FIRST) + 1 for item in items if item.get_closest_marker("slow")}
+    turns |= {item.path: _turn(item.path) for item in ours}
+    items.sort(key=lambda item: turns.get(item.path, len(LONGEST_FIRST) + 2))
 
 
 def _turn(path: Path) -> int:

@@ -16,7 +16,7 @@ LARGEST = 2**63 - 1
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(-LARGEST, LARGEST), st.text(max_size=5))
 unknown = st.dictionaries(
-    st.text(max_size=5).map("unknown_{}".format), st.one_of(scalars, st.lists(scalars)), max_size=2
+    st.text(max_size=5).map("unknown_{}".format), st.one_of(scalars, st.lists(scalars, max_size=2)), max_size=1
 )
 
 
@@ -36,9 +36,9 @@ def _values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.UnionType():
             return st.one_of([_values(option) for option in kind.types])
         case inspect.DictType():
-            return st.dictionaries(_values(kind.key_type), _values(kind.value_type), max_size=3)
+            return st.dictionaries(_values(kind.key_type), _values(kind.value_type), max_size=2)
         case inspect.VarTupleType():
-            return st.lists(_values(kind.item_type), max_size=3)
+            return st.lists(_values(kind.item_type), max_size=2)
         case _:
             return _scalars(kind)
 

@@ -1,5 +1,6 @@
 """The JSON Schemas for other readers: fresh, and in agreement with our own reader."""
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -20,7 +21,12 @@ every_topic = pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.n
 
 
 def validator(topic: Topic) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(msgspec.json.decode((reference.SCHEMAS / f"{topic.name}.json").read_bytes()))
+    return _validator(topic.name)
+
+
+@functools.cache
+def _validator(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(msgspec.json.decode((reference.SCHEMAS / f"{name}.json").read_bytes()))
 
 
 def accepted(topic: Topic, record: Any) -> bool:

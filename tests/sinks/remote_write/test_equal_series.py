@@ -30,8 +30,8 @@ class HastyReceiver(Receiver):
             await asyncio.sleep(0)
         return await super().post(body, protocol)
 
-    def _error_of(self, received_sample: Sample) -> str | None:
-        error = super()._error_of(received_sample)
+    def _error_of(self, key: frozenset[tuple[str, str]], received_sample: Sample) -> str | None:
+        error = super()._error_of(key, received_sample)
         self.refused += [error] if error else []
         return error
 
