@@ -170,22 +170,20 @@ def test_each_field_has_a_return_code_and_a_type_of_its_own(nvml: ScriptedNvml, 
     assert ask(f"all(v.latencyUsec > 0 and v.timestamp > 1e15 for v in {field})") is True
 
 
-@pytest.mark.parametrize(
-    ("field", "key"),
-    [
-        (3, "ecc_corrected_volatile"), (4, "ecc_uncorrected_volatile"), (5, "ecc_corrected_aggregate"),
-        (6, "ecc_uncorrected_aggregate"), (74, "throttled_power_ns"), (82, "memory_temperature"), (83, "energy_mj"),
-        (94, "pcie_replays"), (142, "rows_correctable"), (143, "rows_uncorrectable"), (144, "row_remap_pending"),
-        (145, "row_remap_failure"), (185, "power_mw"), (186, "power_instant_mw"), (190, "power_limit_mw"),
-        (188, "power_max_limit_mw"), ((138, 0xFFFFFFFF), "nvlink_tx_kib"), ((139, 0xFFFFFFFF), "nvlink_rx_kib"),
-        (197, "pcie_tx_bytes"), (198, "pcie_rx_bytes"),
-    ],
-)  # fmt: skip
-def test_each_field_is_the_value_of_its_name(
-    nvml: ScriptedNvml, ask: Ask, field: int | tuple[int, int], key: str
-) -> None:
-    nvml.set(0, **{key: 123456})
-    assert ask(f"p.nvmlDeviceGetFieldValues(a, [{field}])[0].value.ullVal") == 123456
+FIELD_KEYS: dict[int | tuple[int, int], str] = {
+    3: "ecc_corrected_volatile", 4: "ecc_uncorrected_volatile", 5: "ecc_corrected_aggregate",
+    6: "ecc_uncorrected_aggregate", 74: "throttled_power_ns", 82: "memory_temperature", 83: "energy_mj",
+    94: "pcie_replays", 142: "rows_correctable", 143: "rows_uncorrectable", 144: "row_remap_pending",
+    145: "row_remap_failure", 185: "power_mw", 186: "power_instant_mw", 190: "power_limit_mw",
+    188: "power_max_limit_mw", (138, 0xFFFFFFFF): "nvlink_tx_kib", (139, 0xFFFFFFFF): "nvlink_rx_kib",
+    197: "pcie_tx_bytes", 198: "pcie_rx_bytes",
+}  # fmt: skip
+
+
+def test_each_field_is_the_value_of_its_name(nvml: ScriptedNvml, ask: Ask) -> None:
+    for value, (field, key) in enumerate(FIELD_KEYS.items(), start=123456):
+        nvml.set(0, **{key: value})
+        assert ask(f"p.nvmlDeviceGetFieldValues(a, [{field}])[0].value.ullVal") == value, key
 
 
 def test_counters_run(ask: Ask) -> None:

@@ -1,5 +1,6 @@
 """Whatever is killed and however the ticks are batched, the same transitions are written, byte for byte."""
 
+import functools
 from collections.abc import Collection
 from datetime import datetime
 from random import Random
@@ -207,10 +208,15 @@ def gang(second: int) -> list[Tick]:
 GANG = [moment for second in range(0, 2400, 30) for moment in gang(second)]
 
 
+@functools.cache
+def undisturbed_gang() -> Broker:
+    return run(undisturbed(GANG, grouped=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_what_depends_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_restart(seed: int) -> None:
-    straight = run(undisturbed(GANG, grouped=True))
+    straight = undisturbed_gang()
     crooked = run(disturbed(GANG, Random(seed), kills=0.1))
 
     def began_and_ended(broker: Broker) -> set[tuple[str, str, datetime, datetime | None]]:
@@ -232,13 +238,14 @@ def test_what_depends_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_
 
 
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
+HOT_TICKS = [tick(second, HOT) for second in range(130)]
 
 
 async def of_a_node_without_ticks(reason: str) -> Worker:
     """A worker that has read the last tick of a node whose GPU has an alert, and soon finds the node silent."""
     broker = Broker()
-    for second in range(130):
-        broker.log(tick(second, HOT))
+    for hot_tick in HOT_TICKS:
+        broker.log(hot_tick)
     removed = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=reason == "removed")
     broker.logs[WORKLOADS].append(Record(b"c/n", memory.encode(removed), START_MS + 130_000))
     worker = Worker(broker, SHORT_RULES)
