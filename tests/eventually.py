@@ -9,6 +9,9 @@ from typing import Any, TypeVar, overload
 T = TypeVar("T")
 Task = asyncio.Future[Any]
 
+LONGEST_PAUSE_S = 0.1
+"""So seldom is a condition asked in the end that has been waited for."""
+
 LIMIT_S = 300.0
 """How long a test waits before it fails. Work of milliseconds on an idle machine may take minutes on a busy one."""
 
@@ -37,10 +40,12 @@ async def eventually(
     """Waits until the condition, a function or a coroutine function, returns something true, and returns that.
 
     ``description`` is the message of the failure. It fails at once if ``unless``, the task that is to make the
-    condition true, has ended. A slow condition is asked less often, so that it takes at most half of the time.
+    condition true, has ended. A condition is asked less often if it is slow, so that it takes at most half of the time,
+    and the longer it has been waited for.
     """
     loop = asyncio.get_running_loop()
-    ends_s = loop.time() + within_s
+    began_s = loop.time()
+    ends_s = began_s + within_s
     while True:
         asked_s = loop.time()
         result = condition()
@@ -50,21 +55,27 @@ async def eventually(
             return result
         assert unless is None or not unless.done(), f"{_describe(condition, description)}: its task ended: {unless!r}"
         assert loop.time() < ends_s, f"{_describe(condition, description)}: not within {within_s:g} s, but {result!r}"
-        await asyncio.sleep(max(every_s, loop.time() - asked_s))
+        await asyncio.sleep(_pause_s(every_s, began_s, asked_s, loop.time()))
 
 
 def eventually_sync(
     condition: Callable[[], T | None], description: str = "", *, within_s: float = LIMIT_S, every_s: float = 0.05
 ) -> T:
     """The same for a test without an event loop, and through ``asyncio.to_thread`` for a condition that blocks."""
-    ends_s = time.monotonic() + within_s
+    began_s = time.monotonic()
+    ends_s = began_s + within_s
     while True:
         asked_s = time.monotonic()
         if result := condition():
             return result
         now_s = time.monotonic()
         assert now_s < ends_s, f"{_describe(condition, description)}: not within {within_s:g} s, but {result!r}"
-        time.sleep(max(every_s, now_s - asked_s))
+        time.sleep(_pause_s(every_s, began_s, asked_s, now_s))
+
+
+def _pause_s(every_s: float, began_s: float, asked_s: float, now_s: float) -> float:
+    """The time before the condition is asked again: at least as long as it took, and a twentieth of the wait so far."""
+    return max(every_s, now_s - asked_s, min((now_s - began_s) / 20, LONGEST_PAUSE_S))
 
 
 async def settle(rounds: int = 20) -> None:
