@@ -19,6 +19,11 @@ PODS_OF = {"DaemonSet", "Deployment", "StatefulSet", "Job"}
 """Kinds that make pods."""
 
 
+def documents(text: str) -> list[Manifest]:
+    """The documents of a YAML text. libyaml reads it in a tenth of the time that Python takes."""
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
 class Object(NamedTuple):
     """An object and the file that it is in."""
 
@@ -71,7 +76,7 @@ def objects() -> list[Object]:
         Object(file, document)
         for file in files
         if file.name != "kustomization.yaml"
-        for document in yaml.load_all(file.read_text(), yaml.CSafeLoader)
+        for document in documents(file.read_text())
     ]
 
 

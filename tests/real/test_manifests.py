@@ -4,15 +4,12 @@ import json
 import os
 import re
 import shutil
-import ssl
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import pytest
@@ -23,9 +20,9 @@ from gpustream.chart import COMPONENTS as COMPONENTS_OF_THE_CHART
 from gpustream.cli import main
 from tests.docs.page import blocks
 from tests.eventually import LIMIT_S, eventually_sync
-from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, environment
+from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, documents, environment
 from tests.real.conftest import need
-from tests.real.kubernetes import ADMIN, ApiServer
+from tests.real.kubernetes import ApiServer, Reply
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer, Missing, find_promtool, real_dir
 
@@ -40,6 +37,8 @@ SCALED_TOO = ["keda/parquet", "keda/usage", "keda/webhook"]
 COMPONENTS = [*sorted(folder.parent.name for folder in (K8S / "components").glob("*/kustomization.yaml")), *SCALED_TOO]
 ACCOUNT = "system:serviceaccount:gpustream:cluster"
 STRICT = "fieldManager=tests&force=true&fieldValidation=Strict"
+BRIEFLY = os.environ | {"GOGC": "off"}
+"""The environment of tools that end in half a second: to collect their garbage takes as long again."""
 
 
 def find_kustomize() -> Path:
@@ -58,40 +57,18 @@ def find_custom_resources() -> Path:
     return folder
 
 
-class Answer(NamedTuple):
-    """The API server's answer, and its warnings."""
-
-    status: int
-    body: dict[str, Any]
-    warnings: list[str]
-
-
 class Cluster:
     """The API server, asked as an administrator or with another's token."""
 
     def __init__(self, server: ApiServer) -> None:
-        self._server, self._tls = server, ssl.create_default_context(cafile=str(server.ca))
+        self._server, self.ask = server, server.request
 
-    def ask(
-        self, method: str, path: str, body: object = None, *, token: str = "", kind: str = "application/json"
-    ) -> Answer:
-        """Ask; every status is an answer."""
-        headers = {"Authorization": f"Bearer {token or self._server.token(ADMIN)}", "Content-Type": kind}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._server.url + path, data, headers, method=method)  # noqa: S310 - https, and ours
-        try:
-            with urllib.request.urlopen(request, timeout=LIMIT_S, context=self._tls) as answer:  # noqa: S310 - likewise
-                return Answer(answer.status, json.load(answer), answer.headers.get_all("Warning") or [])
-        except urllib.error.HTTPError as error:
-            with error:
-                return Answer(error.code, json.load(error), [])
-
-    def apply(self, manifest: Manifest, *, dry: bool) -> Answer:
+    def apply(self, manifest: Manifest, *, dry: bool) -> Reply:
         """Apply an object as ``kubectl apply --server-side`` does, strictly validated."""
         path = (
             f"{self._server.collection(manifest)}/{manifest['metadata']['name']}?{STRICT}{'&dryRun=All' if dry else ''}"
         )
-        return self.ask("PATCH", path, manifest, kind="application/apply-patch+yaml")
+        return self.ask("PATCH", path, manifest, content_type="application/apply-patch+yaml")
 
     def may(self, user: str, **attributes: str) -> bool:
         """Whether a user may do something."""
@@ -106,7 +83,7 @@ def cluster(kube_api: ApiServer) -> Cluster:
     need(find_custom_resources)
     asked_cluster = Cluster(kube_api)
     for file in find_custom_resources().glob("*.yaml"):
-        definition = yaml.safe_load(file.read_text())
+        (definition,) = documents(file.read_text())
         assert asked_cluster.apply(definition, dry=False).status in {200, 201}
         eventually_sync(partial(established, asked_cluster, definition["metadata"]["name"]))
     for folder in ("base", "try"):
@@ -127,11 +104,10 @@ def established(asked_cluster: Cluster, name: str) -> bool:
 def render(folder: Path) -> list[Manifest]:
     """The objects that kustomize renders from a folder."""
     need(find_kustomize)
-    ran = subprocess.run(
-        [find_kustomize(), "build", folder], capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
+    build: list[str | Path] = [find_kustomize(), "build", folder]
+    ran = subprocess.run(build, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=BRIEFLY)
     assert (ran.returncode, ran.stderr) == (0, "")
-    return list(yaml.safe_load_all(ran.stdout))
+    return documents(ran.stdout)
 
 
 Render = Callable[[Manifest], list[Manifest]]
@@ -204,7 +180,7 @@ def test_every_object_is_accepted_strictly_and_without_a_warning(
 def test_the_examples_of_autoscaling_are_accepted_strictly_too(cluster: Cluster) -> None:
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}}, dry=False)
     files = [file for file in (K8S / "examples").rglob("*.yaml") if file.name != "adapter.yaml"]
-    manifests = [manifest for file in files for manifest in yaml.safe_load_all(file.read_text())]
+    manifests = [manifest for file in files for manifest in documents(file.read_text())]
     results = [cluster.apply(manifest, dry=True) for manifest in manifests]
 
     assert {manifest["kind"] for manifest in manifests} == {
@@ -710,14 +686,15 @@ def find_helm() -> Path:
 def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Helm on the chart."""
     need(find_helm)
-    return subprocess.run([find_helm(), *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    command: list[str | Path] = [find_helm(), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=BRIEFLY)
 
 
 def chart(values: Path, release: str = "gpustream") -> list[Manifest]:
     """The objects that Helm renders from the chart with a file of values."""
     ran = helm("template", release, CHART, "--namespace", "gpustream", "--values", values)
     assert ran.returncode == 0, ran.stderr
-    return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
+    return [manifest for manifest in documents(ran.stdout) if manifest]
 
 
 def test_with_the_values_of_the_page_about_kafka_a_component_has_a_user_of_its_own(tmp_path: Path) -> None:
@@ -1111,7 +1088,7 @@ def test_a_name_or_an_amount_that_looks_like_a_number_is_still_a_text(tmp_path: 
     values = values_of_a_site(tmp_path / "values.yaml", site)
     ran = helm("template", "2026", CHART, "--namespace", "1234", "--values", values)
     assert ran.returncode == 0, ran.stderr
-    manifests = [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
+    manifests = [manifest for manifest in documents(ran.stdout) if manifest]
     metadata = [manifest["metadata"] for manifest in manifests]
     triggers = [
         trigger["metadata"]

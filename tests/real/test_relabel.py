@@ -203,9 +203,8 @@ def labels(rng: random.Random) -> dict[str, str]:
 def question_of(seed: int) -> Question:
     rng = random.Random(seed)
     rules = [rule(rng) for _ in range(rng.choice([0, 1, 1, 2, 3, 6]))]
-    text = yaml.safe_dump(
-        rules, allow_unicode=True, sort_keys=False, default_flow_style=rng.choice([None, False, True])
-    )
+    style = rng.choice([None, False, True])
+    text = yaml.dump(rules, Dumper=yaml.CSafeDumper, allow_unicode=True, sort_keys=False, default_flow_style=style)
     return {
         "configs": text,
         "scheme": rng.choice(["utf8", "utf8", "legacy"]),

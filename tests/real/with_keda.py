@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaProducer
 from confluent_kafka import Consumer, TopicPartition
 
 from tests.eventually import eventually
-from tests.k8s.manifests import K8S, Manifest
+from tests.k8s.manifests import K8S, Manifest, documents
 from tests.real.autoscaling import Inference
 from tests.real.certificates import Authority
 from tests.real.conftest import need
@@ -97,7 +97,7 @@ def rendered(folder: Path, kafka: KafkaServer) -> list[Manifest]:
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     ran = subprocess.run([find_kustomize(), "build", folder], capture_output=True, text=True, check=True)
-    return list(yaml.safe_load_all(ran.stdout))
+    return documents(ran.stdout)
 
 
 async def test_streams_and_sinks_have_the_pods_that_their_lag_asks_for(
