@@ -135,6 +135,7 @@ def find_prometheus_adapter() -> Path:
     return path
 
 
+@functools.cache  # it takes a tenth of a second, and each start of a Prometheus asks
 def takes_remote_write_2(program: Path) -> bool:
     """Whether that Prometheus lets one choose the remote-write messages it accepts, which came with 2.0."""
     result = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=LIMIT_S)
@@ -340,6 +341,9 @@ class KafkaServer(Server):
             "broker.heartbeat.interval.ms": "500",
             "metadata.max.idle.interval.ms": "0",  # a broker that has nothing to do takes a third less CPU
             "auto.create.topics.enable": "false",
+            "num.network.threads": "1",  # of each of five listeners
+            "num.io.threads": "2",
+            "log.cleaner.dedupe.buffer.size": str(4 << 20),  # its 128 MiB would be written at each start
         }
 
     def _security(self, authority: Authority) -> dict[str, str]:
