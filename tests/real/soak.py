@@ -97,6 +97,7 @@ class Pipeline:
     make: Callable[..., Gpustream]
     folder: Path
     nodes: int = NODES
+    gpus: int = GPUS
     receiver: FaultyReceiver = field(init=False)
     wanted: list[Gpustream] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)
@@ -112,7 +113,7 @@ class Pipeline:
         self.truth, self.skewed_truth = self.folder / "truth.jsonl", self.folder / "skewed.jsonl"
         self.shift = self.folder / "shift"
         self.set_clock(0)
-        self.fleet = self._fleet("fleet", CLUSTER, f"{self.nodes}x{GPUS}", self.truth, "--seed", "1")
+        self.fleet = self._fleet("fleet", CLUSTER, f"{self.nodes}x{self.gpus}", self.truth, "--seed", "1")
         self.skewed = self._fleet("skewed", SKEWED, "2x1", self.skewed_truth, "--seed", "2")
         self.skewed.python = [str(Path(__file__).parent / "skewed_clock.py"), str(self.shift)]
         stream, sink = ("stream", "attribution"), ("sink", "remote-write", "--url", self.receiver.url)

@@ -14,6 +14,7 @@ from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaCluster, PrometheusServer
 from tests.real.soak import (
     DRAIN_S,
+    GPUS,
     NODES,
     WHOLE_S,
     Pipeline,
@@ -32,8 +33,8 @@ SEED = int(os.environ.get("SOAK_SEED", "1"))
 LONG_OUTAGE_S = 5.0
 """Minutes for which three brokers are worth their start; there is one else."""
 
-FEW_NODES = 10
-"""The nodes of a shorter soak, which runs beside other tests."""
+FEW_NODES, FEW_GPUS = 10, 2
+"""The nodes of a shorter soak, which runs beside other tests, one of each kind; and their GPUs."""
 
 ONLY = os.environ.get("SOAK_ONLY", "")
 
@@ -54,8 +55,8 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
         brokers = [request.getfixturevalue("start_kafka")(authority=authority)]
     say(f"\nSOAK_SEED={SEED} SOAK_MINUTES={MINUTES:g}")
     kafka_options = secured(brokers, authority.ca, tmp_path)
-    nodes = NODES if MINUTES >= LONG_OUTAGE_S else FEW_NODES
-    pipeline = Pipeline(brokers, kafka_options, start_prometheus(), gpustream, tmp_path, nodes)
+    nodes, gpus = (NODES, GPUS) if MINUTES >= LONG_OUTAGE_S else (FEW_NODES, FEW_GPUS)
+    pipeline = Pipeline(brokers, kafka_options, start_prometheus(), gpustream, tmp_path, nodes, gpus)
     async with running(pipeline):
         await pause(pipeline, 4)
         table, at_once = (FAULTS + LONG_FAULTS, (1, 1, 2, 3)) if MINUTES >= LONG_OUTAGE_S else (FAULTS, (3,))
