@@ -56,7 +56,8 @@ def fleet(kafka: KafkaServer, truth: Path, **options: Any) -> SimulatedFleet:
 async def test_a_healthy_pipeline_is_a_short_summary(
     empty_kafka: KafkaServer, prometheus: PrometheusServer, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(eventually_sync, lambda: not empty_kafka.empty(), "members that were killed are forgotten")
+    forgotten = "members that were killed are forgotten"
+    await asyncio.to_thread(eventually_sync, lambda: not empty_kafka.empty(), forgotten, every_s=1)
     await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
     truth, url = tmp_path / "truth.jsonl", prometheus.write_url
     stream = Attribution(AttributionSettings(kafka=empty_kafka.address))

@@ -144,12 +144,16 @@ async def test_a_member_with_an_instance_id_hands_over_when_it_is_stopped_if_it_
 ) -> None:
     create(kafka, "reader-leaves")
     async with producing(kafka, "reader-leaves") as sent_values:
-        for name in ("stays", "leaves"):
-            member = {"instance_id": name, "session_timeout_s": 900.0, "leave_on_stop": True}
-            process = await asyncio.to_thread(start, "reader-leaves", **member)
+        stays, leaves = [
+            await asyncio.to_thread(
+                start, "reader-leaves", instance_id=name, session_timeout_s=900.0, leave_on_stop=True
+            )
+            for name in ("stays", "leaves")
+        ]
         await asyncio.sleep(1)
-        await asyncio.to_thread(process.stop)
+        await asyncio.to_thread(leaves.stop)
     await check(kafka, "reader-leaves", sent_values)
+    await asyncio.to_thread(stays.stop)  # or the group would have a member for as long as its session
 
 
 async def test_a_process_that_is_asked_to_stop_ends_in_good_order(kafka: KafkaServer, start: Start) -> None:
