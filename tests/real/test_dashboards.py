@@ -365,8 +365,9 @@ def _of_pods(row: DeviceState, label: str, value: str) -> DeviceState:
 
 def of_gpu(truth: Truth, kind: str) -> str:
     """A GPU of this kind: held by one pod for the window of a rate, shared, cut into MIG devices, or the faulty one."""
+    ticks_by_device = truth.within(RATE_MS + 1000)
     for state in truth.now():
-        pods = [{named(pod) for pod in tick.pods} for tick in truth.within(RATE_MS + 1000)[state.key]]
+        pods = [{named(pod) for pod in tick.pods} for tick in ticks_by_device[state.key]]
         steady = all(pod_set == pods[0] for pod_set in pods)
         is_kind = {"cut": state.cut, "alone": len(state.pods) == 1, "shared": len(state.pods) > 1, "faulty": True}[kind]
         if (

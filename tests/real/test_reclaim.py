@@ -2,8 +2,6 @@
 
 import asyncio
 import ssl
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,9 +11,11 @@ import msgspec
 import pytest
 import yaml
 from aiohttp import web
+from click.testing import CliRunner
 
+from gpustream.cli import main
 from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
-from tests.eventually import LIMIT_S, eventually
+from tests.eventually import eventually
 from tests.k8s.manifests import K8S
 from tests.real.kubernetes import ApiServer, Json
 from tests.real.pipeline import Gpustream, records_of
@@ -251,11 +251,8 @@ def _killing(process: Gpustream, killed: asyncio.Event) -> Callable[[], None]:
 def _undo(kafka: KafkaServer, api: ApiServer, action: str) -> tuple[int, str]:
     """The output of the undo command."""
     config = str(api.kubeconfig("admin"))
-    command = [sys.executable, "-m", "gpustream", "reclaim", "undo", action, "--kafka", kafka.address]
-    result = subprocess.run(
-        [*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
-    return result.returncode, result.stdout if result.returncode == 0 else result.stderr
+    result = CliRunner().invoke(main, ["reclaim", "undo", action, "--kafka", kafka.address, "--kubeconfig", config])
+    return result.exit_code, result.stdout if result.exit_code == 0 else result.stderr
 
 
 async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
@@ -294,8 +291,6 @@ async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
     denied = "forbidden: the API server says to GET /api/v1/namespaces/denied/pods/x-0 (HTTP 403)"
     assert refusals["denied"].startswith(denied)
     assert refusals["nonsense"].startswith("policy_invalid: the annotation gpustream.dev/reclaim of the namespace")
-    command = [sys.executable, "-m", "gpustream", "reclaim", "list", "--kafka", kafka.address]
-    listed = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, check=True, timeout=LIMIT_S
-    )
+    listed = await asyncio.to_thread(CliRunner().invoke, main, ["reclaim", "list", "--kafka", kafka.address])
+    assert listed.exit_code == 0, listed.output
     assert listed.stdout.count("refused") == 2
