@@ -78,7 +78,7 @@ class Stage:
     def watched(self) -> None:
         """Waits for three more ticks: the first of them may have begun before, and in one a GPU may answer too late."""
         enough = self._last_seq() + 3
-        eventually_sync(lambda: self._last_seq() >= enough, f"{enough} ticks")
+        eventually_sync(lambda: self._last_seq() >= enough, f"{enough} ticks", every_s=0.2)
 
     def _last_seq(self) -> int:
         """The sequence number of the last tick of the node."""
@@ -132,7 +132,9 @@ def play_all(
 
     def process(name: str, *arguments: str, **options: Any) -> Gpustream:
         gpustream = Gpustream(directory / name, *arguments, "--kafka", kafka.address, **options)
-        return servers.enter_context(gpustream)
+        servers.enter_context(gpustream)
+        servers.callback(gpustream.stop)  # it leaves its group
+        return gpustream
 
     def node(name: str, nvml: ScriptedNvml, kubelet: Server, procfs: Path) -> Gpustream:
         paths = ("--pod-resources-socket", str(kubelet.path), "--procfs", str(procfs))

@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -42,7 +41,7 @@ from tests.k8s.manifests import K8S
 from tests.real.conftest import need
 from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream, sender_to
-from tests.real.servers import KafkaServer, find_java, find_kafka, find_openssl
+from tests.real.servers import KafkaServer, find_openssl
 from tests.real.test_manifests import find_kustomize, render
 from topics.attributed import AttributedSample, Holder, Workload
 from topics.topic import decoder
@@ -223,22 +222,21 @@ def counted(process: Gpustream, metric: str, **labels: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """All of it, with two replicas of the producer."""
-    need(find_java, find_kafka, find_etcd, find_kube_apiserver, find_openssl, find_kustomize)
+    need(find_etcd, find_kube_apiserver, find_openssl, find_kustomize)
     directory = tmp_path_factory.mktemp("cluster")
     with ExitStack() as stack:
-        kafka = KafkaServer(directory / "kafka")
-        api = ApiServer(directory / "kubernetes", options=["--shutdown-watch-termination-grace-period=5s"])
-        with ThreadPoolExecutor(2) as starting:
-            for started in [starting.submit(stack.enter_context, server) for server in (kafka, api)]:
-                started.result()
+        options = ["--shutdown-watch-termination-grace-period=5s"]
+        api = stack.enter_context(ApiServer(directory / "kubernetes", options=options))
+        kafka.empty()
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         grant(api, directory)
         define(api, "ray.io", *RAY)
         define(api, "secret.example.com", "widgets")
         new_cluster = Cluster(api, kafka, directory, stack)
-        new_cluster.process("stream", "stream", "attribution").start()
+        stream: Gpustream = new_cluster.process("stream", "stream", "attribution").start()
+        stack.callback(stream.stop)  # it leaves its group
         new_cluster.replica()
         new_cluster.replica()
         yield new_cluster
@@ -654,6 +652,7 @@ def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluste
     delete_pod(api, "removed", "p")
     cluster.node("removed")
     eventually_sync(lambda: len(cluster.workloads.of_node("removed")) > records)
+    cluster.settle()  # the node may be known before the pod's end is
     last_record = cluster.workloads.of_node("removed")[-1]
     assert [pod.ended_ms is None for pod in last_record.pods if pod.uid == uid] in ([], [False])
     seqs = [record.seq for record in cluster.workloads.of_node("removed")]

@@ -45,7 +45,7 @@ from tests.real.consumers_truth import (
 )
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.process import Server
-from tests.real.servers import KafkaServer, Missing, find_java, find_kafka
+from tests.real.servers import KafkaServer, Missing
 
 CLUSTER = "consumers"
 FLEET_S = 20.0
@@ -110,12 +110,11 @@ def environment(kafka: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
+def filled(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
     """The fleet for some seconds with the programs beside it, until all is counted; some records are sent again."""
-    need(find_java, find_kafka)
+    kafka.empty()
     directory = tmp_path_factory.mktemp("consumers")
     with ExitStack() as servers:
-        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         yield _fill(servers, directory, kafka)
 
@@ -125,6 +124,7 @@ def _fill(servers: ExitStack, directory: Path, kafka: KafkaServer) -> Filled:
     programs = {name: Program(directory / name, name, kafka.address) for name in ("Python", "Faust")}
     for server in (stream, *programs.values()):
         servers.enter_context(server)
+        servers.callback(server.stop)  # it leaves its group
     eventually_sync(lambda: _stable(kafka, "gpu-hours", "idle-gpus", "gpustream-attribution"))
     truth = _run_fleet(servers, directory, kafka, programs["Python"])
     eventually_sync(lambda: asyncio.run(lag(kafka.address, "gpustream-attribution", ["gpu.samples"])) == 0)

@@ -6,7 +6,6 @@ runs in its default configuration, without an out-of-order window.
 
 import asyncio
 import json
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -24,13 +23,11 @@ from tests.real.servers import (
     KafkaServer,
     Missing,
     PrometheusServer,
-    find_java,
-    find_kafka,
     find_prometheus,
     find_prometheus_2,
 )
 
-FLEET_S = 25.0
+NODES, GPUS, TICKS = 12, 8, 15
 CLUSTER = "path"
 METRICS = (("gpu_utilization", "utilization_ratio"), ("gpu_memory_used", "memory_used_bytes"))
 SINKS = {"1.0": "1.0", "2.0": "2.0", "auto": "auto", "older-1.0": "1.0", "older-auto": "auto"}
@@ -47,12 +44,12 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def path(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The fleet for some seconds, through everything, until all is committed; every process ends in good order."""
-    need(find_java, find_kafka, find_prometheus)
+    need(find_prometheus)
+    kafka.empty()
     directory = tmp_path_factory.mktemp("path")
     with ExitStack() as servers:
-        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         receivers = {
             name: servers.enter_context(PrometheusServer(directory / name, program=program))
             for name in SINKS
@@ -76,13 +73,14 @@ def _run(servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: dic
         return servers.enter_context(Gpustream(directory / name, *arguments, "--kafka", kafka.address))
 
     truth = directory / "truth.jsonl"
-    fleet = ("--cluster", CLUSTER, "--fleet", "12x8", "--seed", "3", "--truth", str(truth))
+    size = ("--fleet", f"{NODES}x{GPUS}", "--seed", "3", "--pod-life", "3m")
+    fleet = ("--cluster", CLUSTER, *size, "--truth", str(truth))
     processes = {"stream": process("stream", "stream", "attribution")}
     for name, receiver in receivers.items():
         to = ("--url", receiver.write_url, "--protocol", SINKS[name], "--group", f"sink-{name}", "--from", "earliest")
         processes[name] = process(f"sink-{name}", "sink", "remote-write", *to)
     processes["fleet"] = process("fleet", "produce", "simulated", *fleet)
-    time.sleep(FLEET_S)
+    eventually_sync(lambda: len(Truth.read(truth).ticks) >= NODES * TICKS, "all have ticked so often", every_s=1)
     processes["fleet"].stop()
     eventually_sync(lambda: _behind(kafka.address, [f"sink-{name}" for name in receivers]) == 0, "all is delivered")
     for running in processes.values():

@@ -32,7 +32,7 @@ from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, lag, read_all, sender_to
-from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
+from tests.real.servers import KafkaServer, PrometheusServer, Series, find_prometheus
 from tests.sinks.alerts import alert
 from topics.topic import node_key
 
@@ -85,12 +85,12 @@ class AnsweredQuestions:
 
 
 @pytest.fixture(scope="module")
-def fleet_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweredQuestions]:
+def fleet_answers(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweredQuestions]:
     """The fleets for some seconds, through everything, until all is in Prometheus."""
-    need(find_java, find_kafka, find_prometheus)
+    need(find_prometheus)
+    kafka.empty()
     directory = tmp_path_factory.mktemp("questions")
     with ExitStack() as servers:
-        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         yield _collect_answers(servers, directory, kafka.address, prometheus)
@@ -100,7 +100,9 @@ def _collect_answers(
     servers: ExitStack, directory: Path, kafka: str, prometheus: PrometheusServer
 ) -> AnsweredQuestions:
     def process(name: str, *arguments: str) -> Gpustream:
-        return servers.enter_context(Gpustream(directory / name, *arguments, "--kafka", kafka))
+        gpustream = servers.enter_context(Gpustream(directory / name, *arguments, "--kafka", kafka))
+        servers.callback(gpustream.stop)  # it leaves its group
+        return gpustream
 
     process("stream", "stream", "attribution")
     process("sink", "sink", "remote-write", "--url", prometheus.write_url, "--from", "earliest")

@@ -17,7 +17,7 @@ from delivery import topic_admin
 from tests.real.conftest import need
 from tests.real.pipeline import read_all
 from tests.real.resolver import find_compiler
-from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
+from tests.real.servers import KafkaServer, PrometheusServer, Series, find_prometheus
 from tests.real.sharing import GPUS, LATE_POD, NAMESPACE, Scene, Truth, mig_uuid, pod_uid
 from tests.real.sharing_stage import BLIND, NODE, UNSEEN, play_all
 from topics.attributed import AttributedDevice, AttributedSample
@@ -100,12 +100,12 @@ def _as_known(truth: Truth, device: AttributedDevice) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+def played(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     """Plays the whole story, once for all tests."""
-    need(find_compiler, find_java, find_kafka, find_prometheus)
+    need(find_compiler, find_prometheus)
+    kafka.empty()
     directory = tmp_path_factory.mktemp("sharing")
     with ExitStack() as servers:
-        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         receivers = {name: servers.enter_context(PrometheusServer(directory / name)) for name in PROFILES}
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         scenes, stage = play_all(servers, directory, kafka, receivers)
