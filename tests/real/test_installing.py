@@ -36,7 +36,7 @@ from tests.real.kubernetes import (
     find_kubectl,
 )
 from tests.real.servers import KafkaServer, find_openssl
-from tests.real.test_manifests import find_helm
+from tests.real.test_manifests import BRIEFLY, find_helm
 from topics import TOPICS
 
 CONTROLLERS = ("deployment", "replicaset", "statefulset", "daemonset", "job", "namespace", "garbage-collector")
@@ -65,7 +65,7 @@ class Nodes:
         self._thread.join()
 
     def _work(self) -> None:
-        while not self._over.wait(0.1):
+        while not self._over.wait(0.25):
             for pod in self.api.get("/api/v1/pods")["items"]:
                 with contextlib.suppress(Denied):  # it is gone, or was changed meanwhile: the next turn
                     self._look_after(pod)
@@ -106,7 +106,8 @@ class Shell:
         self.folder = folder
         path = f"{find_kubectl().parent}{os.pathsep}{find_helm().parent}{os.pathsep}{os.environ['PATH']}"
         homes = {f"HELM_{kind}_HOME": str(folder / f"helm-{kind}") for kind in ("CACHE", "CONFIG", "DATA")}
-        self.environment = {"PATH": path, "HOME": str(folder), "KUBECONFIG": str(api.kubeconfig(ADMIN)), **homes}
+        admin = {"HOME": str(folder), "KUBECONFIG": str(api.kubeconfig(ADMIN))}
+        self.environment = {"PATH": path, "GOGC": BRIEFLY["GOGC"], **admin, **homes}
 
     def __call__(self, line: str, *arguments: str) -> str:
         command_words = [*shlex.split(line, comments=True), *arguments]
