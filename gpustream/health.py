@@ -60,7 +60,8 @@ CLIENT_S = 10.0
 """How long a client may take to send its request, and again to receive the answer."""
 
 MAX_CLIENTS = 64
-"""At most this many connections are served at once, each by a thread; further ones are closed."""
+"""At most this many connections are served at once, each by a thread. A further one takes the place of the oldest, so
+that clients that only hold connections do not keep the kubelet's probes out."""
 
 
 class ListenError(Exception):
@@ -284,6 +285,7 @@ class _Server(ThreadingWSGIServer):
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._clients: dict[socket.socket, None] = {}  # the oldest first
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
         super().__init__((address.host, address.port), _Handler)
 
@@ -318,17 +320,23 @@ class _Server(ThreadingWSGIServer):
             self._reserve = None
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a client in a thread of its own, or closes its connection if too many are served."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Serves a client in a thread of its own. If too many are served, the oldest one loses its connection."""
+        if not self._slots.acquire(blocking=False):
+            for oldest in list(self._clients)[:1]:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            if not self._slots.acquire(timeout=_POLL_S):
+                self.shutdown_request(request)
+                return
+        self._clients[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serves a client, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._clients.pop(request, None)
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
 from typing import Any, cast
 
 from aiohttp import web
@@ -24,7 +24,8 @@ IDLE_S = 20.0
 """A connection without a complete request for this time is closed."""
 
 MAX_CLIENTS = 128
-"""The most open connections; further ones are closed."""
+"""The most open connections. A further one takes the place of the oldest that asks nothing, so that clients that only
+hold connections keep nobody out."""
 
 _MAX_HEADERS = 512
 """The API server sends a header for each group of a user, of which directories give hundreds."""
@@ -63,7 +64,17 @@ async def listening(
 
     ``closing`` is called before the server waits for open requests.
     """
-    application = web.Application(middlewares=middlewares)
+    answering = set[object]()  # the connections whose request is being answered
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        answering.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            answering.discard(request.protocol)
+
+    application = web.Application(middlewares=[answer, *middlewares])
     application.add_routes(routes)
     runner = web.AppRunner(
         application,
@@ -78,7 +89,7 @@ async def listening(
     server = cast("web.Server", runner.server)  # it has one, since it is set up
 
     (host, port), listeners = address, list[socket.socket]()
-    opening: set[asyncio.Future[Any]] = set()
+    clients: _Clients = {}
     accepting: list[asyncio.Future[None]] = []
     try:
         try:
@@ -90,32 +101,38 @@ async def listening(
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
             raise ListenError(f"{option}: can't serve on {host}:{port}: {reason}") from error  # asyncio says it twice
-        accepting = [asyncio.ensure_future(_accept(listener, server, context, opening)) for listener in listeners]
+        accepting = [
+            asyncio.ensure_future(_accept(listener, server, context, clients, answering)) for listener in listeners
+        ]
         yield host, listeners[0].getsockname()[1]
     finally:
-        for task in (*accepting, *opening):
+        tasks: list[asyncio.Future[Any]] = [*accepting, *clients]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*accepting, *opening, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in listeners:
             listener.close()
         closing()
         await runner.cleanup()
 
 
+_Clients = dict[asyncio.Future[tuple[asyncio.Transport, Any]], None]
+"""The clients' connections, the oldest first; one in its handshake is not done."""
+
+
 async def _accept(
-    listener: socket.socket, server: web.Server, context: ssl.SSLContext | None, opening: set[asyncio.Future[Any]]
+    listener: socket.socket,
+    server: web.Server,
+    context: ssl.SSLContext | None,
+    clients: _Clients,
+    answering: Container[object],
 ) -> None:
-    """Accept connections until cancelled. ``opening``: those of all listeners that are not the server's yet.
+    """Accept connections until cancelled. ``clients``: those of all listeners. ``answering``: those that wait for an
+    answer.
 
     A connection counts while it is there, although the server knows it only after its handshake.
     """
     loop, handshake_s = asyncio.get_running_loop(), IDLE_S if context is not None else None
-
-    def opened(connection: asyncio.Future[Any]) -> None:
-        opening.discard(connection)
-        if not connection.cancelled():
-            connection.exception()  # a client that breaks off is no error
-
     while True:
         try:
             client, _ = await loop.sock_accept(listener)
@@ -123,12 +140,25 @@ async def _accept(
             log.warning("a connection can't be accepted: %s", error.strerror or error)
             await asyncio.sleep(_RETRY_S)
             continue
-        if len(server.connections) + len(opening) >= MAX_CLIENTS:
-            client.close()
-        else:
-            connection = asyncio.ensure_future(
-                loop.connect_accepted_socket(server, client, ssl=context, ssl_handshake_timeout=handshake_s)
-            )
-            opening.add(connection)
-            connection.add_done_callback(opened)
+        if len(clients) >= MAX_CLIENTS:
+            _make_room(clients, server, answering)
+        connecting = loop.connect_accepted_socket(server, client, ssl=context, ssl_handshake_timeout=handshake_s)
+        clients[asyncio.ensure_future(connecting)] = None
         await asyncio.sleep(0)  # many clients at once keep no other work waiting
+
+
+def _make_room(clients: _Clients, server: web.Server, answering: Container[object]) -> None:
+    """Forget the connections that are gone. If all are there, close the oldest one that asks nothing, or the oldest."""
+    open_ = set(server.connections)
+    for connection in list(clients):
+        is_failed = connection.done() and (connection.cancelled() or connection.exception() is not None)
+        if is_failed or (connection.done() and connection.result()[1] not in open_):
+            del clients[connection]
+    if len(clients) >= MAX_CLIENTS:
+        idle = (one for one in clients if not one.done() or one.result()[1] not in answering)
+        oldest = next(idle, next(iter(clients)))
+        del clients[oldest]
+        if oldest.done():
+            oldest.result()[0].abort()
+        else:
+            oldest.cancel()

@@ -188,6 +188,18 @@ async def test_half_sent_requests_take_no_more_than_their_places_and_leave_them(
     assert answer.status == 200
 
 
+async def test_clients_that_hold_all_connections_do_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CLIENTS", 8)
+    async with _served(_health()) as address:
+        held = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
+        statuses = [(await asyncio.to_thread(_ask, address, "/healthz")).status for _ in range(3)]
+        assert await asyncio.wait_for(held[0][0].read(), LIMIT_S) == b"", "the oldest one has made room"
+        for _, writer in held:
+            writer.close()
+
+    assert statuses == [200, 200, 200]
+
+
 async def test_not_ready_is_503_with_the_reasons() -> None:
     answer = await _get(_health("fake: no assignment yet", "fake: no broker"), "/readyz")
 

@@ -10,6 +10,7 @@ from socket import SO_LINGER, SOL_SOCKET
 import pytest
 from aiohttp import web
 
+from sinks import http_server
 from sinks.http_server import listening
 
 
@@ -83,3 +84,33 @@ async def test_a_user_of_many_groups_is_answered() -> None:
         writer.write(f"GET /none HTTP/1.1\r\nHost: x\r\n{groups}\r\n".encode())
 
         assert (await reader.readline()).split()[1] == b"404"
+
+
+async def test_clients_that_ask_nothing_make_room_for_new_ones_and_one_that_waits_for_its_answer_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CLIENTS", 4)
+    started, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: web.Request) -> web.Response:
+        started.set()
+        await may_answer.wait()
+        return web.Response(text="done")
+
+    async def fast(_: web.Request) -> web.Response:
+        return web.Response(text="fast")
+
+    request = "GET /{} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    routes = [web.get("/slow", slow), web.get("/fast", fast)]
+    async with listening(routes, ("127.0.0.1", 0), option="--listen") as address:
+        waiting = await asyncio.open_connection(*address)
+        waiting[1].write(request.format("slow").encode())
+        await started.wait()
+        held = [await asyncio.open_connection(*address) for _ in range(12)]
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request.format("fast").encode())
+        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"fast")
+        may_answer.set()
+        assert (await asyncio.wait_for(waiting[0].read(), 10)).endswith(b"done")
+        for _, opened in (waiting, (reader, writer), *held):
+            opened.close()

@@ -157,7 +157,7 @@ async def test_a_client_that_says_nothing_loses_its_connection(
         writer.close()
 
 
-async def test_a_connection_counts_before_its_handshake(
+async def test_clients_that_never_end_their_handshake_keep_nobody_out(
     tmp_path: Path, authorities: list[Authority], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "MAX_CLIENTS", 8)
@@ -166,11 +166,9 @@ async def test_a_connection_counts_before_its_handshake(
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
     async with listening(api().routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context) as address:
         silent = [await asyncio.open_connection(*address) for _ in range(8)]
-        reader, writer = await asyncio.open_connection(*address)
-        assert await asyncio.wait_for(reader.read(), 10.0) == b"", "the ninth is closed at once"
-        writer.close()
-
-        for _, opened in silent:
+        assert await ask(address, ours, ours.sign("keda")) == 404
+        assert await asyncio.wait_for(silent[0][0].read(), 10.0) == b"", "the oldest has made room"
+        for _, opened in silent[1:]:
             opened.write(b"no TLS")
         await asyncio.gather(*(opened.read() for opened, _ in silent), return_exceptions=True)
         for _, opened in silent:
