@@ -9,6 +9,7 @@ credentials can't be read again, the last ones stay in use.
 import asyncio
 import contextlib
 import logging
+import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
@@ -41,6 +42,9 @@ _LONGEST_MESSAGE = 300
 LOG_AGAIN_S = 60.0
 UNREADY_AFTER_S = 30.0
 
+_GROUP_VERSION = re.compile(r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?v[a-z0-9]{1,62}")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[^/%\x00-\x20\x7f]{1,253}")
+
 
 class Unreachable(Exception):
     """There was no answer, or not all of it; the message says why. Ask again later."""
@@ -48,6 +52,12 @@ class Unreachable(Exception):
     def __init__(self, reason: Literal["connection", "tls", "timeout", "cut"], message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def can_be_read(api_version: str, name: str) -> bool:
+    """Whether there can be an object of this version and name. A tenant may write any text into an owner reference, and
+    the API server takes it; in a path it could lead to something else."""
+    return bool(_GROUP_VERSION.fullmatch(api_version) and _NAME.fullmatch(name))
 
 
 class Answer(NamedTuple):

@@ -13,7 +13,6 @@ import asyncio
 import heapq
 import logging
 import random
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 
 from delivery.instruments import Instruments
-from delivery.kubernetes.client import Answer, Client, Unreachable
+from delivery.kubernetes.client import Answer, Client, Unreachable, can_be_read
 from delivery.tasks import set_within
 from producers.cluster import instruments as names
 from producers.cluster import objects
@@ -44,8 +43,6 @@ AT_ONCE = 4  # requests of one API group at the same time: one that hangs holds 
 TIMEOUT_S = 5.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
-_GROUP_VERSION = re.compile(r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?v[a-z0-9]{1,62}")
-_NAME = re.compile(r"(?!\.{1,2}\Z)[^/%\x00-\x20\x7f]{1,253}")
 _METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
 _JSON = {"Accept": "application/json"}
 
@@ -121,7 +118,7 @@ class OwnerLookup:
         """The link above an owner. It never raises for what the API server does."""
         if (owner.api_version, owner.kind) in _TOPS:
             return TOP
-        if not _GROUP_VERSION.fullmatch(owner.api_version) or not _NAME.fullmatch(owner.name):
+        if not can_be_read(owner.api_version, owner.name):
             return self._end_chain(owner, "malformed", None)
         group = self._group(owner.api_version)
         async with group.slots:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from delivery.kubernetes.client import Answer, Client, Unreachable, message
+from delivery.kubernetes.client import Answer, Client, Unreachable, can_be_read, message
 from sinks.reclaim.decide import KUEUE, Facts, group_kind, pods_of
 from topics.actions import Target
 from topics.alerts import Alert
@@ -131,7 +131,7 @@ class Cluster:
             if uid not in owners_by_uid:
                 name, kind = controller["name"], controller["kind"]
                 reference, owner = {**controller, "metadata": {"name": name, "uid": uid}}, None
-                if group_kind(reference) in PLURALS:
+                if group_kind(reference) in PLURALS and can_be_read(controller["apiVersion"], name):
                     target = Target(api_version=controller["apiVersion"], kind=kind, name=name, uid=uid)
                     owner = await self.get(target, namespace)
                 owners_by_uid[uid] = owner or reference

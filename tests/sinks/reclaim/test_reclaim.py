@@ -401,6 +401,42 @@ async def test_a_workload_whose_webhook_is_down_does_not_keep_the_others_waiting
     assert world.states("suspend")[-2:] == ["intended", "done"]
 
 
+@pytest.mark.parametrize(
+    ("version", "kind", "name"),
+    [
+        ("kueue.x-k8s.io/v1beta1", "Workload", "."),
+        ("apps/v1?", "Deployment", "web"),
+        ("apps/..", "Deployment", "web"),
+        ("apps/v1%2Fnamespaces%2Fother%2Fdeployments%2Fweb?", "Deployment", "x"),
+    ],
+)
+async def test_an_owner_that_a_tenant_made_up_is_not_asked_for_and_keeps_no_other_alert_waiting(
+    version: str, kind: str, name: str
+) -> None:
+    world = World("scale")
+    owner = {"apiVersion": version, "kind": kind, "metadata": {"name": name, "uid": "uid-web"}}
+    world.write(world.pods("evil", owner, 1), world.deployment())
+    asked: list[str] = []
+
+    def like_an_api_server(method: str, path: str) -> Answer | None:
+        asked.append(path)
+        if path.endswith("/."):  # the list of all
+            return Answer(200, b'{"kind": "WorkloadList", "metadata": {"resourceVersion": "1"}, "items": []}', None)
+        return Answer(200, b'{"kind": "APIResourceList", "resources": []}', None) if "v1?" in path else None
+
+    world.api.faults = [like_an_api_server] * 99
+    sink = world.replica()
+    await sink.run()
+
+    assert (replicas(world), sink.reclaimer.health.problem) == (0, "")
+    assert [action.reason for action in world.log if action.state == "refused"] == ["unsupported"]
+    assert not [
+        path
+        for path in asked
+        if path.startswith(("/apis/kueue.x-k8s.io/v1beta1/", "/apis/apps/v1?", "/apis/apps/..", "/apis/apps/v1%"))
+    ]
+
+
 async def test_an_action_whose_outcome_cannot_be_read_keeps_no_alert_waiting_and_retry_after_is_kept() -> None:
     world = World("scale, suspend")
     world.write(world.job(), world.deployment())
