@@ -27,6 +27,7 @@ from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettin
 from producers.cluster.lease import LeaderElector
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList, Selection
 from producers.cluster.owners import Chain, Owners
+from producers.cluster.pods import PodOwner
 from producers.cluster.policy_events import PolicyEvents
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
@@ -300,8 +301,8 @@ class ClusterProducer:
             self._store.expire(_now_ms())
             await asyncio.sleep(CHECK_S)
 
-    def _set_chain(self, owner_uid: str, chain: Chain) -> None:
-        self._store.set_chain(owner_uid, chain)
+    def _set_chain(self, owner: PodOwner, chain: Chain) -> None:
+        self._store.set_chain(owner, chain)
         self._wake.set()
 
     async def _sleep(self, longest_s: float) -> None:

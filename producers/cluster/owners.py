@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -27,7 +28,7 @@ from delivery.tasks import set_within
 from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.objects import UndecodableObject, controller, decode
-from producers.cluster.pods import as_owner
+from producers.cluster.pods import PodOwner, as_owner
 from topics.topic import UNDECODABLE
 from topics.workloads import Owner
 
@@ -261,33 +262,32 @@ def _jitter(wait_s: float) -> float:
 
 @dataclass(slots=True)
 class _Root:
-    """A pod's controller, and the last reported chain from it up. ``open``: more of the chain may be known soon."""
+    """The last reported chain from a pod's controller up. ``open``: more of the chain may be known soon."""
 
-    owner: Owner
-    namespace: str
     reported: Chain = UNKNOWN
     open: bool = True
 
 
 class Owners:
-    """Resolves owner chains while :meth:`run` runs. It calls ``on_chain`` with an owner's uid and the chain from it up,
-    first when the chain was looked for, then whenever more of it is known. ``on_chain`` must not raise."""
+    """Resolves owner chains while :meth:`run` runs. It calls ``on_chain`` with an owner and the chain from it up, first
+    when the chain was looked for, then whenever more of it is known. ``on_chain`` must not raise."""
 
     def __init__(
         self,
         api: Client,
         instruments: Instruments,
-        on_chain: Callable[[str, Chain], None],
+        on_chain: Callable[[PodOwner, Chain], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_chain, self._clock = on_chain, clock
         self._lookup = OwnerLookup(api, instruments, clock=clock)
-        self._roots: dict[str, _Root] = {}
-        self._due: list[tuple[float, str]] = []
-        self._resolving: set[str] = set()
-        self._cache: dict[str, tuple[float, Link]] = {}
-        self._in_flight: dict[str, asyncio.Future[Link]] = {}
+        self._roots: dict[PodOwner, _Root] = {}
+        self._due: list[tuple[float, int, PodOwner]] = []
+        self._numbers = count()  # two of the same time are not compared by their owners
+        self._resolving: set[PodOwner] = set()
+        self._cache: dict[PodOwner, tuple[float, Link]] = {}
+        self._in_flight: dict[PodOwner, asyncio.Future[Link]] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -295,13 +295,12 @@ class Owners:
         """How many followed chains are not known yet, but may be soon."""
         return sum(root.open for root in self._roots.values())
 
-    def follow(self, owner: Owner, namespace: str) -> None:
-        uid = owner.uid or ""
-        self._roots[uid] = _Root(owner, namespace)
-        self._schedule(uid, 0.0)
+    def follow(self, owner: PodOwner) -> None:
+        self._roots[owner] = _Root()
+        self._schedule(owner, 0.0)
 
-    def forget(self, uid: str) -> None:
-        self._roots.pop(uid, None)
+    def forget(self, owner: PodOwner) -> None:
+        self._roots.pop(owner, None)
 
     async def run(self) -> None:
         """Resolve chains as they become due, until it is cancelled. One chain is never resolved twice at a time."""
@@ -309,10 +308,10 @@ class Owners:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     while self._due and self._due[0][0] <= self._clock():
-                        _, uid = heapq.heappop(self._due)
-                        if uid in self._roots and uid not in self._resolving:
-                            self._resolving.add(uid)
-                            tasks.create_task(self._resolve(uid))
+                        owner = heapq.heappop(self._due)[-1]
+                        if owner in self._roots and owner not in self._resolving:
+                            self._resolving.add(owner)
+                            tasks.create_task(self._resolve(owner))
                     self._wake.clear()
                     wait_s = max(0.0, self._due[0][0] - self._clock()) if self._due else None
                     await set_within(self._wake, wait_s)
@@ -320,54 +319,53 @@ class Owners:
             for request in self._in_flight.values():
                 request.cancel()
 
-    def _schedule(self, uid: str, in_s: float) -> None:
-        heapq.heappush(self._due, (self._clock() + in_s, uid))
+    def _schedule(self, owner: PodOwner, in_s: float) -> None:
+        heapq.heappush(self._due, (self._clock() + in_s, next(self._numbers), owner))
         self._wake.set()
 
-    async def _resolve(self, uid: str) -> None:
+    async def _resolve(self, root_owner: PodOwner) -> None:
         """Resolve one chain as far as possible now, and report it if more of it is known than before."""
-        root = self._roots.get(uid)
+        root = self._roots.get(root_owner)
         if root is None:
-            self._resolving.discard(uid)
+            self._resolving.discard(root_owner)
             return
-        owners = [root.owner]
-        link = await self._link(root.owner, root.namespace)
+        owners = [root_owner.owner]
+        link = await self._link(root_owner)
         while (above := link.above) is not None:
             if len(owners) == DEEPEST or above.uid in {owner.uid for owner in owners}:
-                self._lookup.too_long(owners[-1], root.owner)
+                self._lookup.too_long(owners[-1], root_owner.owner)
                 link = Link(None, known=False)
             else:
                 owners.append(above)
-                link = await self._link(above, root.namespace)
+                link = await self._link(PodOwner(root_owner.namespace, above))
         chain = Chain(tuple(owners), link.known)
-        self._resolving.discard(uid)
-        if self._roots.get(uid) is not root:
-            self._schedule(uid, 0.0)
+        self._resolving.discard(root_owner)
+        if self._roots.get(root_owner) is not root:
+            self._schedule(root_owner, 0.0)
             return
         root.open = not chain.complete and link.again_s is not None
         if (chain.complete, len(owners)) > (root.reported.complete, len(root.reported.owners)):
             root.reported = chain
-            self._on_chain(uid, chain)
+            self._on_chain(root_owner, chain)
         if link.again_s is not None:
-            self._schedule(uid, link.again_s)
+            self._schedule(root_owner, link.again_s)
 
-    async def _link(self, owner: Owner, namespace: str) -> Link:
+    async def _link(self, owner: PodOwner) -> Link:
         """The link above an owner: from the cache, or by one request, however many chains wait for it."""
-        uid = owner.uid or ""
-        cached = self._cache.get(uid)
+        cached = self._cache.get(owner)
         if cached is not None and cached[0] > self._clock():
             return cached[1]
-        request = self._in_flight.get(uid)
+        request = self._in_flight.get(owner)
         if request is None:
-            request = self._in_flight[uid] = asyncio.ensure_future(self._fetch(owner, namespace))
-            request.add_done_callback(lambda _: self._in_flight.pop(uid, None))
+            request = self._in_flight[owner] = asyncio.ensure_future(self._fetch(owner))
+            request.add_done_callback(lambda _: self._in_flight.pop(owner, None))
         return await asyncio.shield(request)
 
-    async def _fetch(self, owner: Owner, namespace: str) -> Link:
-        link = await self._lookup.above(owner, namespace)
+    async def _fetch(self, owner: PodOwner) -> Link:
+        link = await self._lookup.above(owner.owner, owner.namespace)
         if link.again_s is None:
-            self._cache.pop(owner.uid or "", None)
-            self._cache[owner.uid or ""] = (self._clock() + KEPT_S, link)
+            self._cache.pop(owner, None)
+            self._cache[owner] = (self._clock() + KEPT_S, link)
             if len(self._cache) > MOST_LINKS:
                 del self._cache[next(iter(self._cache))]
         return link

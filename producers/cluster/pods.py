@@ -21,6 +21,14 @@ K = TypeVar("K", bound=Hashable)
 KEPT_MS = 30 * 60_000  # for how long a pod that ended is still published
 
 
+class PodOwner(NamedTuple):
+    """A pod's controller in the namespace of the pod. A tenant may write any uid into a pod, also that of another's
+    controller: only pods that name it in all the same way, in one namespace, have the same owner."""
+
+    namespace: str
+    owner: Owner
+
+
 class KnownPod(msgspec.Struct, frozen=True, gc=False):
     """What is kept of a GPU pod. ``owner`` is its controller. ``cut`` is how many labels and annotations were cut or
     left out. ``unwell`` are its unwell devices. ``waiting`` is the reason why a restarted container waits, and
@@ -40,6 +48,11 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
     unwell: tuple[UnwellDevice, ...] = ()
     waiting: str | None = None
     restarts: int | None = None
+
+    @property
+    def followed_owner(self) -> PodOwner | None:
+        """The owner whose chain is looked for; None if it has none."""
+        return PodOwner(self.namespace, self.owner) if self.owner and self.owner.uid else None
 
 
 class Change(NamedTuple):
@@ -145,7 +158,7 @@ class Pods:
     def __init__(self) -> None:
         self._pods: dict[str, KnownPod] = {}
         self._by_node: dict[str, dict[str, None]] = {}
-        self._by_owner: dict[str, dict[str, None]] = {}
+        self._by_owner: dict[PodOwner, dict[str, None]] = {}
         self._expiry_queue: list[tuple[int, str]] = []
         self._expires_ms: dict[str, int] = {}
 
@@ -169,8 +182,8 @@ class Pods:
     def in_namespace(self, namespace: str) -> list[KnownPod]:
         return [pod for pod in self._pods.values() if pod.namespace == namespace]
 
-    def of_owner(self, uid: str) -> list[KnownPod]:
-        return [self._pods[pod] for pod in self._by_owner.get(uid, ())]
+    def of_owner(self, owner: PodOwner) -> list[KnownPod]:
+        return [self._pods[pod] for pod in self._by_owner.get(owner, ())]
 
     def put(self, pod: KnownPod, now_ms: int) -> Iterable[Change]:
         """Add or update a pod. One that ended is forgotten 30 minutes after its end was noticed."""
@@ -188,8 +201,8 @@ class Pods:
         self._forget(before)
         self._pods[pod.uid] = pod
         self._by_node.setdefault(pod.node, {})[pod.uid] = None
-        if pod.owner and pod.owner.uid:
-            self._by_owner.setdefault(pod.owner.uid, {})[pod.uid] = None
+        if (owner := pod.followed_owner) is not None:
+            self._by_owner.setdefault(owner, {})[pod.uid] = None
         return (Change(before, pod),)
 
     def end(self, uid: str, now_ms: int) -> Iterable[Change]:
@@ -214,5 +227,5 @@ class Pods:
             return
         del self._pods[pod.uid]
         discard(self._by_node, pod.node, pod.uid)
-        if pod.owner and pod.owner.uid:
-            discard(self._by_owner, pod.owner.uid, pod.uid)
+        if (owner := pod.followed_owner) is not None:
+            discard(self._by_owner, owner, pod.uid)

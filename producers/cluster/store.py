@@ -17,11 +17,11 @@ from producers.cluster import devices, objects, pods
 from producers.cluster.devices import Claims, PoolName, Slices
 from producers.cluster.objects import LABEL_BOUNDS, AllowList, Labels, Selection
 from producers.cluster.owners import UNKNOWN, Chain
-from producers.cluster.pods import Change, KnownPod, Pods
+from producers.cluster.pods import Change, KnownPod, PodOwner, Pods
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent, checked_name
-from topics.workloads import MAINTENANCE, DraDevice, Owner, Pod, UnwellDevice
+from topics.workloads import MAINTENANCE, DraDevice, Pod, UnwellDevice
 
 JsonDict = dict[str, Any]
 _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)  # the annotations that pods inherit from their namespace
@@ -41,11 +41,11 @@ _NO_NAMESPACE = Namespace({}, {})
 
 
 class Store:
-    """The objects of the cluster that concern GPUs. It calls ``follow`` with an owner and its namespace when it needs
-    the chain from this owner up, and ``forget`` with the owner's uid when it no longer does."""
+    """The objects of the cluster that concern GPUs. It calls ``follow`` with an owner when it needs the chain from this
+    owner up, and ``forget`` when it no longer does."""
 
     def __init__(
-        self, selection: Selection, follow: Callable[[Owner, str], None], forget: Callable[[str], None]
+        self, selection: Selection, follow: Callable[[PodOwner], None], forget: Callable[[PodOwner], None]
     ) -> None:
         self._selection, self._follow, self._forget = selection, follow, forget
         self.pods = Pods()
@@ -54,9 +54,9 @@ class Store:
         self.taint_rules: dict[str, objects.DeviceTaintRule] = {}
         self.nodes: dict[str, Labels] = {}
         self.namespaces: dict[str, Namespace] = {}
-        self._chains: dict[str, Chain] = {}
+        self._chains: dict[PodOwner, Chain] = {}
         self._published_pods: set[str] = set()
-        self._followed_owners: set[str] = set()
+        self._followed_owners: set[PodOwner] = set()
         self._removed_nodes_ms: dict[str, int] = {}
         self._inherited_rows: dict[str, dict[str, JsonDict]] = {}
         self._deleted_namespaces: dict[str, None] = {}
@@ -78,8 +78,8 @@ class Store:
             if name not in self.nodes and not node.removed:
                 self._removed_nodes_ms[name] = now_ms
             for pod in node.pods.values():
-                root = pod.owners[0].uid if pod.owners and pod.owners_complete else None
-                if root in self._followed_owners and not self._chains.get(root, UNKNOWN).complete:
+                root = PodOwner(pod.namespace, pod.owners[0]) if pod.owners and pod.owners_complete else None
+                if root is not None and root in self._followed_owners and not self._chains.get(root, UNKNOWN).complete:
                     self._chains[root] = Chain(pod.owners, complete=True)
                 ended_ms = now_ms if pod.ended_ms is None else pod.ended_ms
                 if self.pods.get(pod.uid) is None and ended_ms + pods.KEPT_MS > now_ms:
@@ -197,11 +197,11 @@ class Store:
         admin_claim = devices.known_claim(claim, self._selection.has_driver)
         self._mark_pools_changed(self.claims.put(claim.metadata.uid, admin_claim, now_ms))
 
-    def set_chain(self, owner_uid: str, chain: Chain) -> None:
+    def set_chain(self, owner: PodOwner, chain: Chain) -> None:
         """Store the chain from an owner up, the owner included. An incomplete chain never replaces a complete one."""
-        if owner_uid in self._followed_owners and (chain.complete or not self._chains.get(owner_uid, UNKNOWN).complete):
-            self._chains[owner_uid] = chain
-            self._mark_changed(pod.node for pod in self.pods.of_owner(owner_uid))
+        if owner in self._followed_owners and (chain.complete or not self._chains.get(owner, UNKNOWN).complete):
+            self._chains[owner] = chain
+            self._mark_changed(pod.node for pod in self.pods.of_owner(owner))
 
     def expire(self, now_ms: int) -> None:
         self._apply(self.pods.expire(now_ms))
@@ -226,17 +226,17 @@ class Store:
         """Mark the nodes of changed pods; follow the owners of new pods, and forget those of no pod."""
         for before, after in changes:
             self._mark_changed(pod.node for pod in (before, after) if pod)
-            owner = after.owner if after else None
-            if after and owner and owner.uid and owner.uid not in self._followed_owners:
-                self._followed_owners.add(owner.uid)
-                self._follow(owner, after.namespace)
+            owner = after.followed_owner if after else None
+            if owner is not None and owner not in self._followed_owners:
+                self._followed_owners.add(owner)
+                self._follow(owner)
             if before and not after:
                 self._published_pods.discard(before.uid)
-            uid = before.owner.uid if before and before.owner else None
-            if uid in self._followed_owners and not self.pods.of_owner(uid):
-                self._followed_owners.discard(uid)
-                self._chains.pop(uid, None)
-                self._forget(uid)
+            owner = before.followed_owner if before else None
+            if owner is not None and owner in self._followed_owners and not self.pods.of_owner(owner):
+                self._followed_owners.discard(owner)
+                self._chains.pop(owner, None)
+                self._forget(owner)
 
     def _mark_changed(self, nodes: Iterable[str]) -> None:
         for node in nodes:
@@ -250,8 +250,8 @@ class Store:
         """The chain as far as it is known; the pod itself names the first link."""
         if pod.owner is None:
             return Chain((), complete=True)
-        chain = self._chains.get(pod.owner.uid or "")
-        return chain or Chain((pod.owner,), complete=pod.owner.uid not in self._followed_owners)
+        owner = PodOwner(pod.namespace, pod.owner)
+        return self._chains.get(owner) or Chain((pod.owner,), complete=owner not in self._followed_owners)
 
 
 def _row(pod: KnownPod | Pod, ended_ms: int | None, chain: Chain, namespace: Namespace) -> JsonDict:

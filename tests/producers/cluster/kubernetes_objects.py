@@ -15,6 +15,7 @@ from producers.cluster.objects import (
     Selection,
     decode,
 )
+from producers.cluster.pods import PodOwner
 from producers.cluster.store import Store
 from topics.workloads import Owner
 
@@ -157,16 +158,16 @@ def named(
 
 
 class Follower:
-    """Records which owners' chains are followed: the namespace by the owner's uid."""
+    """Records which owners' chains are followed."""
 
     def __init__(self) -> None:
-        self.followed: dict[str, str] = {}
+        self.followed: set[PodOwner] = set()
 
-    def follow(self, owner: Owner, namespace: str) -> None:
-        self.followed[owner.uid or ""] = namespace
+    def follow(self, owner: PodOwner) -> None:
+        self.followed.add(owner)
 
-    def forget(self, uid: str) -> None:
-        del self.followed[uid]
+    def forget(self, owner: PodOwner) -> None:
+        self.followed.remove(owner)
 
 
 def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:

@@ -26,6 +26,7 @@ from producers.cluster.owners import (
     Chain,
     Owners,
 )
+from producers.cluster.pods import PodOwner
 from tests.eventually import eventually, settle
 from tests.producers.cluster.kubernetes_objects import reference
 from tests.producers.fakes import FakeClock, value
@@ -99,7 +100,8 @@ class Bench:
         self.complete: dict[str, bool] = {}
         self.owners = Owners(self.api, self.instruments, self._learn, clock=self.clock)
 
-    def _learn(self, uid: str, chain: Chain) -> None:
+    def _learn(self, of: PodOwner, chain: Chain) -> None:
+        uid = of.owner.uid or ""
         names = [f"{owner.kind}/{owner.name}" for owner in chain.owners]
         self.learned.append((uid, names))
         self.complete[uid] = chain.complete
@@ -115,7 +117,7 @@ class Bench:
 
     async def chain(self, owner: Owner, namespace: str = "ml") -> list[str]:
         """The chain as it is reported."""
-        self.owners.follow(owner, namespace)
+        self.owners.follow(PodOwner(namespace, owner))
         await eventually(lambda: any(uid == owner.uid for uid, _ in self.learned))
         return dict(self.learned)[owner.uid or ""]
 
@@ -180,12 +182,12 @@ async def test_each_owner_is_requested_once_however_many_pods_it_has() -> None:
         for owner in (RS, second):
             bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/{owner.name}", owner, DEPLOYMENT)
         bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
-        bench.owners.follow(RS, "ml")
-        bench.owners.follow(second, "ml")
+        bench.owners.follow(PodOwner("ml", RS))
+        bench.owners.follow(PodOwner("ml", second))
         await eventually(lambda: len(bench.learned) == 2)
         assert bench.api.requested.count(DEPLOYMENT_PATH) == 1
 
-        bench.owners.forget("rs-1")
+        bench.owners.forget(PodOwner("ml", RS))
         bench.learned.clear()
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
         assert len(bench.api.requested) == 3
@@ -222,7 +224,7 @@ async def test_however_many_kinds_a_tenant_invents_the_next_that_may_not_be_read
         for number in range(2 * MOST_GROUPS):
             version = f"g{number}.example.com/v1"
             bench.api.answers[f"/apis/{version}"] = Answer(403, b"{}", None)
-            bench.owners.follow(Owner(version, "Thing", "x", f"uid-{number}"), "ml")
+            bench.owners.follow(PodOwner("ml", Owner(version, "Thing", "x", f"uid-{number}")))
         await eventually(lambda: bench.owners.unknown == 0)
         bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
         await bench.chain(JOB)
@@ -257,7 +259,7 @@ async def test_many_owners_of_a_kind_that_may_not_be_read_cost_one_request() -> 
     async with Bench().running() as bench:
         bench.api.answers = dict.fromkeys(paths, Answer(403, b"{}", None))
         for job in jobs:
-            bench.owners.follow(job, "ml")
+            bench.owners.follow(PodOwner("ml", job))
         await eventually(lambda: bench.owners.unknown == 0)
         assert len(bench.api.requested) <= AT_ONCE
 
@@ -418,6 +420,18 @@ async def test_a_retry_after_is_respected() -> None:
         assert len(bench.api.requested) == 2
 
 
+async def test_whoever_names_the_uid_of_anothers_owner_changes_nothing_of_the_others_chain() -> None:
+    async with Bench().running() as bench:
+        bench.api.has(RS_PATH, RS, DEPLOYMENT)
+        bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT, None)
+        for claimed in (PodOwner("evil", RS), PodOwner("ml", Owner("apps/v1", "ReplicaSet", "mine", RS.uid))):
+            bench.owners.follow(claimed)
+            await settle(60)
+        bench.learned.clear()
+
+        assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
+
+
 async def test_the_pauses_grow_and_apply_to_the_whole_group() -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = Unreachable("connection", "refused")
@@ -425,7 +439,7 @@ async def test_the_pauses_grow_and_apply_to_the_whole_group() -> None:
         await bench.chain(DEPLOYMENT)
         assert bench.api.requested == [RS_PATH]
 
-        bench.owners.forget("dep-1")
+        bench.owners.forget(PodOwner("ml", DEPLOYMENT))
         for waited_s, expected in ((0.7, 2), (0.7, 2), (0.6, 3), (1.9, 3), (0.6, 4)):
             await bench.pass_s(waited_s)
             assert len(bench.api.requested) == expected
@@ -434,11 +448,11 @@ async def test_the_pauses_grow_and_apply_to_the_whole_group() -> None:
 async def test_an_owner_that_is_forgotten_during_its_request_is_not_reported() -> None:
     async with Bench().running() as bench:
         bench.api.has(RS_PATH, RS, None)
-        bench.owners.follow(RS, "ml")
+        bench.owners.follow(PodOwner("ml", RS))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert bench.learned == []
-        bench.owners.forget("rs-1")
+        bench.owners.forget(PodOwner("ml", RS))
         await settle(60)
 
         assert (bench.learned, bench.api.requested) == ([], [RS_PATH])
@@ -448,7 +462,7 @@ async def test_a_group_that_hangs_delays_no_other() -> None:
     async with Bench().running() as bench:
         bench.api.hanging.add("/apis/ray.io/")
         for number in range(50):
-            bench.owners.follow(Owner("ray.io/v1", "RayCluster", f"r{number}", f"ray-{number}"), "ml")
+            bench.owners.follow(PodOwner("ml", Owner("ray.io/v1", "RayCluster", f"r{number}", f"ray-{number}")))
         bench.api.has(JOB_PATH, JOB, None)
 
         assert await bench.chain(JOB) == ["Job/eval-28"]
@@ -459,7 +473,7 @@ async def test_a_forgotten_owner_is_not_reported() -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = Unreachable("timeout", "")
         await bench.chain(RS)
-        bench.owners.forget("rs-1")
+        bench.owners.forget(PodOwner("ml", RS))
         bench.api.has(RS_PATH, RS, DEPLOYMENT)
         await bench.pass_s(100.0)
 
@@ -479,7 +493,7 @@ def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> Non
             bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/r{number}", owner(number), upper)
         async with bench.running():
             for number in range(13):
-                bench.owners.follow(owner(number), "ml")
+                bench.owners.follow(PodOwner("ml", owner(number)))
             await eventually(lambda: not bench.owners.unknown)
         assert len(bench.api.requested) <= 13
         return bench.learned

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from producers.cluster import pods as pods_module
-from producers.cluster.pods import KEPT_MS, KnownPod, Pods
+from producers.cluster.pods import KEPT_MS, KnownPod, PodOwner, Pods
 from tests.producers.cluster.kubernetes_objects import START_MS, chosen, over, pod
 from topics.workloads import Owner
 
@@ -176,5 +176,5 @@ def test_pods_are_found_by_node_and_by_owner(by: str) -> None:
     bench.put("b", owner=owner)
     bench.put("c", node="n2")
 
-    pods = bench.pods.on_node("n1") if by == "node" else bench.pods.of_owner("rs-1")
+    pods = bench.pods.on_node("n1") if by == "node" else bench.pods.of_owner(PodOwner("ml", owner))
     assert {pod.name for pod in pods} == {"a", "b"}

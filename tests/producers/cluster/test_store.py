@@ -16,7 +16,7 @@ from producers.cluster import objects
 from producers.cluster.component import listeners
 from producers.cluster.instruments import INSTRUMENTS
 from producers.cluster.owners import Chain
-from producers.cluster.pods import KEPT_MS
+from producers.cluster.pods import KEPT_MS, PodOwner
 from producers.cluster.reflector import Listener
 from producers.cluster.store import Store, fit
 from producers.cluster.takeover import PublishedNode
@@ -43,6 +43,7 @@ NOW_MS = START_MS + 3_600_000
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
 DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
 CHAIN = Chain((RS, DEPLOYMENT), complete=True)
+OF_RS = PodOwner("ml", RS)
 
 
 def reported(store: Store, node: str = "n1") -> WorkloadsContent:
@@ -238,7 +239,7 @@ def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_i
     assert ([owner["kind"] for owner in waited["owners"]], waited["owners_complete"]) == (["ReplicaSet"], False)
     assert cluster.pods_awaiting_owners("n1") == []
 
-    cluster.set_chain("rs-1", CHAIN)
+    cluster.set_chain(OF_RS, CHAIN)
     assert cluster.changed_nodes() == ["n1"]
     with_chain = row(cluster, number=1)
     assert [owner["kind"] for owner in with_chain["owners"]] == ["ReplicaSet", "Deployment"]
@@ -249,7 +250,7 @@ def test_a_pod_that_gets_another_owner_stays_in_the_records() -> None:
     """A StatefulSet was deleted without its pods, and created again: it adopts them."""
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW_MS)
-    cluster.set_chain("rs-1", CHAIN)
+    cluster.set_chain(OF_RS, CHAIN)
     cluster.pop_content("n1")
     cluster.put_pod(pod(), NOW_MS)
     cluster.pop_content("n1")
@@ -260,10 +261,24 @@ def test_a_pod_that_gets_another_owner_stays_in_the_records() -> None:
     assert [row["uid"] for row in content.pods] == ["uid-bert-0"]
 
 
+def test_a_pod_that_names_the_uid_of_anothers_owner_has_no_part_in_the_others_chain() -> None:
+    claimed = Owner("apps/v1", "ReplicaSet", "mine", RS.uid)
+    cluster = state("n1")
+    cluster.put_pod(pod("evil", namespace="evil", owner=claimed), NOW_MS)
+    cluster.put_pod(pod("evil-2", owner=claimed), NOW_MS)
+    cluster.put_pod(pod(owner=RS), NOW_MS)
+    for owner in (PodOwner("evil", claimed), PodOwner("ml", claimed)):
+        cluster.set_chain(owner, Chain((claimed,), complete=True))
+    cluster.set_chain(OF_RS, CHAIN)
+
+    owners = {row["name"]: [owner["name"] for owner in row["owners"]] for row in reported(cluster).pods}
+    assert owners == {"evil": ["mine"], "evil-2": ["mine"], "bert-0": ["llm-5d", "llm"]}
+
+
 def test_a_chain_that_ends_too_early_is_incomplete() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW_MS)
-    cluster.set_chain("rs-1", Chain((RS,), complete=False))
+    cluster.set_chain(OF_RS, Chain((RS,), complete=False))
 
     assert cluster.pods_awaiting_owners("n1") == ["uid-bert-0"]
     assert row(cluster)["owners_complete"] is False
@@ -285,15 +300,15 @@ def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
     cluster.remove_pod("uid-a", NOW_MS)
     cluster.remove_pod("uid-b", NOW_MS + 1)
     cluster.expire(NOW_MS + KEPT_MS)
-    assert follower.followed == {"rs-1": "ml"}
+    assert follower.followed == {OF_RS}
 
     cluster.expire(NOW_MS + KEPT_MS + 1)
-    assert follower.followed == {}
-    cluster.set_chain("rs-1", CHAIN)
+    assert follower.followed == set()
+    cluster.set_chain(OF_RS, CHAIN)
     assert not cluster.pods_awaiting_owners("n1")
 
     cluster.put_pod(pod("c", owner=RS), NOW_MS)
-    cluster.set_chain("rs-1", CHAIN)
+    cluster.set_chain(OF_RS, CHAIN)
     cluster.remove_pod("uid-c", NOW_MS)
     cluster.expire(NOW_MS + KEPT_MS)
     cluster.put_pod(pod("d", owner=RS), NOW_MS)
@@ -464,7 +479,7 @@ def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet(
     assert row(cluster)["owners_complete"] is None
     assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
 
-    cluster.set_chain("rs-1", Chain((RS,), complete=False))
+    cluster.set_chain(OF_RS, Chain((RS,), complete=False))
     assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
 
 
