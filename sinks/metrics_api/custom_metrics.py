@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sinks.metrics_api.holdings import SERVED
 from sinks.metrics_api.selectors import Selector
+from topics.alerts import MAX_TIME_MS
 
 GROUP = "custom.metrics.k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
@@ -93,7 +94,7 @@ def metric_values(version: str, metric: str, selector: Selector, values: Iterabl
             identifier: dict[str, Any] = {"metricName": metric, "selector": label_selector}
         else:
             identifier = {"metric": {"name": metric, "selector": label_selector}}
-        time = datetime.fromtimestamp(ts_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        time = datetime.fromtimestamp(min(ts_ms, MAX_TIME_MS) // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         items.append({"describedObject": reference, **identifier, "timestamp": time, "value": quantity(value)})
     return {"kind": "MetricValueList", "apiVersion": f"{GROUP}/{version}", "metadata": {}, "items": items}
 

@@ -36,25 +36,28 @@ class Access:
     """The clients that are allowed. ``guarded``: a client needs a certificate, or the bearer token in the file.
 
     Below ``/apis`` only the API server's front proxy is allowed: a certificate with one of these names, or with any
-    name if there are none.
+    name if there are none. ``own_ca``: the CA is the clients' own, and any of its certificates opens the rest. Else it
+    is that of the front proxies, which in some clusters signs the certificates of users, too.
     """
 
     guarded: bool
     names: Callable[[], frozenset[str]]
     token_file: Path | None
+    own_ca: bool = True
 
     def refusal(self, request: web.Request) -> tuple[int, str] | None:
         """The status and reason of a request that is refused; None if it is allowed."""
         if not self.guarded:
             return None
         certificate = (request.transport and request.transport.get_extra_info("peercert")) or None
+        subject = [pair for pairs in (certificate or {}).get("subject", ()) for pair in pairs]
+        name, names = next((str(value) for key, value in subject if key == "commonName"), ""), self.names()
+        is_front_proxy = certificate is not None and (not names or name in names)
         if request.path.startswith(_APIS):
             if certificate is None:
                 return 401, "only the API server's front proxy may ask, with its certificate"
-            subject = [pair for pairs in certificate.get("subject", ()) for pair in pairs]
-            name, names = next((str(value) for key, value in subject if key == "commonName"), ""), self.names()
-            return (403, f"{name!r} is not a name of a front proxy") if names and name not in names else None
-        if certificate is not None:
+            return None if is_front_proxy else (403, f"{name!r} is not a name of a front proxy")
+        if is_front_proxy or (certificate is not None and self.own_ca):
             return None
         if self.token_file is None:
             return 401, "show a certificate of the clients' CA"

@@ -101,7 +101,8 @@ class MetricsApiSink:
                 optional = settings.client_token_file is not None
                 tls = ServerTls(settings.serving_cert, settings.serving_key, self._client_ca, optional=optional)
             guarded = (tls is not None and self._client_ca() is not None) or settings.client_token_file is not None
-            access = Access(guarded=guarded, names=self._names, token_file=settings.client_token_file)
+            own_ca = settings.client_ca is not None
+            access = Access(guarded=guarded, names=self._names, token_file=settings.client_token_file, own_ca=own_ca)
             api = Api(self._holdings, access, cluster, partial(self._instruments.counter, REQUESTS))
             served = http_server.listening(
                 api.routes(),

@@ -304,6 +304,15 @@ def test_values_are_written_as_quantities_in_thousandths(value: float, text: str
     assert quantity(value) == text
 
 
+async def test_a_tick_of_a_time_after_9999_keeps_no_other_value_back() -> None:
+    async with bench({}) as server:
+        server.tick(1, device("GPU-a", of_deployment("p"), used=0.25), ts_ms=2**63 - 1)
+        answer = await server.ask(f"{BASE}/namespaces/*/metrics/{USED}")
+
+    assert (answer.status, answer.values) == (200, {"ml": "250m"})
+    assert answer.content["items"][0]["timestamp"] == "9999-12-31T23:59:59Z"
+
+
 # -- who may ask
 
 

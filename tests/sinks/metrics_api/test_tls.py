@@ -69,11 +69,12 @@ async def ask(
         return "refused"
 
 
-def api(names: Callable[[], frozenset[str]] = frozenset, token: Path | None = None) -> Api:
+def api(names: Callable[[], frozenset[str]] = frozenset, token: Path | None = None, *, own_ca: bool = True) -> Api:
     """A server without holdings."""
     counter = Counter("requests_total", "Requests.", ("code",), registry=None)
     cluster: object = object()
-    return Api(Holdings(), Access(guarded=True, names=names, token_file=token), cluster, counter.labels)  # type: ignore[arg-type]
+    access = Access(guarded=True, names=names, token_file=token, own_ca=own_ca)
+    return Api(Holdings(), access, cluster, counter.labels)  # type: ignore[arg-type]
 
 
 async def test_only_certificates_of_the_clients_ca_come_in_and_only_front_proxies_may_ask_everything(
@@ -92,6 +93,21 @@ async def test_only_certificates_of_the_clients_ca_come_in_and_only_front_proxie
         assert await ask(address, ours, client) == 404
         assert await ask(address, ours, foreign.sign("front-proxy-client"), BASE) == "refused"
         assert await ask(address, ours, None, BASE) == "refused"
+
+
+async def test_if_the_front_proxies_ca_is_also_that_of_users_only_the_front_proxy_may_ask_anything(
+    tmp_path: Path, authorities: list[Authority]
+) -> None:
+    ours = authorities[0]
+    files = Files(tmp_path, ours, ours)
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text)
+    server = api(lambda: frozenset({"front-proxy-client"}), own_ca=False)
+    async with listening(
+        server.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[server.guard]
+    ) as address:
+        assert await ask(address, ours, ours.sign("a-tenant")) == 401
+        assert await ask(address, ours, ours.sign("a-tenant"), BASE) == 403
+        assert await ask(address, ours, ours.sign("front-proxy-client")) == 404
 
 
 async def test_with_optional_certificates_a_client_without_one_needs_the_token(
