@@ -33,11 +33,12 @@ _MAX_SUBJECT_CHARS = 200
 _NOISY = ("aiokafka", "faust", "mode", "kafka", "asyncio", "aiohttp")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "held_back", "taskName"}
 _SECRETS = (
-    (re.compile(r"(://)[^/@\s]+@"), r"\1***@"),
+    (re.compile(r"(://)[^/?#\s]+@"), r"\1***@"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"), r"\1 ***"),
     (re.compile(r"(?i)\b(authorization)(['\"]?\s*[:=]\s*['\"]?)[^'\",}]+"), r"\1\2***"),
-    (re.compile(r"(?i)\b(password|token|secret)(['\"]?\s*[:=]\s*['\"]?)[^\s'\",]+"), r"\1\2***"),
+    (re.compile(r"""(?i)(password|token|secret)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|['"]?[^\s'",]+)"""), r"\1\2***"),
 )
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def setup(log_format: Literal["text", "json"] = "text", level: int = logging.INFO) -> None:
@@ -159,7 +160,9 @@ class Text(logging.Formatter):
         clock = dt.datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         line = f"{clock} {record.levelname:<7} {record.name}: {record.getMessage()}"
         extra = "".join(f" {key}={value}" for key, value in fields(record).items())
-        return redact(line + ("  " + extra.lstrip() if extra else "") + _traceback(self, record))
+        # what is in records and answers is not to be trusted: it must look like no other line, nor act on a terminal
+        text = (line + ("  " + extra.lstrip() if extra else "")).replace("\n", "\n  ") + _traceback(self, record)
+        return redact(_CONTROLS.sub(lambda control: f"\\x{ord(control[0]):02x}", text))
 
 
 class Json(logging.Formatter):

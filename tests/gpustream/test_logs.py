@@ -200,11 +200,15 @@ def _is_log_call(node: ast.AST) -> TypeGuard[ast.Call]:
     "text",
     [
         "POST https://user:s3cret@mimir/push failed",
+        "the proxy http://user:my@s3cret@proxy:3128 refuses",
         "{'Authorization': 'Bearer s3cretT0ken'}",
         "Authorization: Basic czNjcmV0OnM=",
         "authorization=s3cret",
         "password='s3cret'",
+        'password="my s3cret"',
         "token: s3cret",
+        "https://mimir/push?access_token=s3cret",
+        '{"client_secret": "s3cret"}',
     ],
 )
 def test_secrets_are_never_written(text: str) -> None:
@@ -213,6 +217,14 @@ def test_secrets_are_never_written(text: str) -> None:
         assert "s3cret" not in line
         assert "czNjcmV0" not in line
         assert "***" in line
+
+
+def test_a_text_that_is_not_to_be_trusted_looks_like_no_other_line_and_does_nothing_to_a_terminal() -> None:
+    text = logs.Text().format(_record("refused: %s", "a\n12:00:00 INFO all is well\r\x1b]0;title\x07\x9b2J"))
+
+    assert [line.startswith(" ") for line in text.split("\n")] == [False, True]
+    assert text.replace("\n", "").isprintable()
+    assert "\\x1b]0;title\\x07" in text
 
 
 def test_setup_sends_records_to_the_standard_error_of_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
