@@ -94,6 +94,12 @@ def printable(text: object, replacement: str = "?") -> str:
     return "".join(character if character.isprintable() else replacement for character in str(text))
 
 
+def cell(name: str) -> str:
+    """A name for a CSV file. One that a spreadsheet would take for a formula has an apostrophe before it: users of a
+    batch system choose what their jobs call themselves."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name
+
+
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[TextIO]:
     """Opens a file for writing that appears only when it is complete. Raises OSError.

@@ -27,7 +27,7 @@ from delivery.settings import FILE, READABLE_FILE, Text
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option, output_format
 from gpustream.history import utc
-from gpustream.output import FAILED, answer, failed, now_ms, printable, written
+from gpustream.output import FAILED, answer, cell, failed, now_ms, printable, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range
@@ -334,7 +334,7 @@ def as_csv(table: Table) -> Iterator[Sequence[object]]:
         times = (sums.device_ms, sums.used_us, sums.idle_ms, sums.energy_mj)
         hours, part = f"{rounded(sums.gpu_hours, 6):f}", f"{rounded(share, 6):f}"
         final = "false" if sums.growing else "true"
-        yield by, category, *times, hours, part, "" if cost is None else f"{cost:f}", currency, final
+        yield cell(by), category, *times, hours, part, "" if cost is None else f"{cost:f}", currency, final
 
 
 def as_text(time_range: Range, table: Table) -> Iterator[str]:

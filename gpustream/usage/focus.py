@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from delivery.prices import milliseconds
+from gpustream.output import cell
 from gpustream.usage.read import Range
 from gpustream.usage.table import CATEGORIES, By, divided, holder_name, rounded
 from topics.usage import HOUR_MS, Usage
@@ -246,7 +247,7 @@ class Bill:
             allocation = {}
             if part.category == "held":
                 resource = f"{part.cluster}/{part.name}" if part.cluster else part.name
-                allocation = {"AllocatedResourceId": resource, "AllocatedResourceName": part.name}
+                allocation = {"AllocatedResourceId": cell(resource), "AllocatedResourceName": cell(part.name)}
                 allocation["AllocatedTags"] = self._tags[part]
             yield {
                 **cells,

@@ -268,3 +268,9 @@ def test_a_file_of_nodes_has_an_id_and_a_name_in_each_line(tmp_path: Path) -> No
     file.write_bytes(b"i-0cd \xff\n")
     with pytest.raises(BillError, match="can't be read as text in UTF-8"):
         read_nodes(file)
+
+
+def test_no_holder_of_a_bill_is_a_formula_in_a_spreadsheet(tmp_path: Path) -> None:
+    rows = written(tmp_path, bill(tmp_path, {}), [usage("=HYPERLINK(1)")])
+
+    assert {row["AllocatedResourceName"] for row in rows} == {"'=HYPERLINK(1)"}

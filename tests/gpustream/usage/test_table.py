@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.prices import Price, Prices
+from gpustream.usage.command import as_csv
 from gpustream.usage.read import LatestRecords, Range
 from gpustream.usage.table import By, Table, divided
 from tests.usage_records import START_MS, read, usage
@@ -150,3 +151,11 @@ def test_what_is_no_record_is_left_out(caplog: pytest.LogCaptureFixture) -> None
     assert len(counted(read(b"{"), read(usage("ml")), read(usage("ml", "b", of=0, slice_ms=1)))) == 1
     assert "gpu.usage partition 0 offset 0: Input data was truncated" in caplog.text
     assert "of is 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("=HYPERLINK(1)", "'=HYPERLINK(1)"), ("@SUM(1)", "'@SUM(1)"), ("ml=1", "ml=1")]
+)
+def test_no_name_is_a_formula_in_a_spreadsheet(name: str, shown: str) -> None:
+    """The partition of a batch job is what its processes' environment says, which its user writes."""
+    assert next(iter(as_csv(table(usage(name)))))[0] == shown
