@@ -8,6 +8,7 @@ Source: RFC 6749, sections 2.3.1, 4.4 and 5.2; for AWS the README of aws-msk-iam
 
 import asyncio
 import importlib
+import json
 import os
 import re
 import time
@@ -20,6 +21,7 @@ from delivery.proxy import proxy_of
 
 _TIMEOUT_S = 10.0
 _FRESH = 0.8  # a token is used again during this part of its life
+_LARGEST_BYTES = 64 * 1024
 _LIFE_S = 300.0  # a token's life, if the answer does not say it
 _AWS_HOST = re.compile(r"\.([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com", re.ASCII)
 
@@ -71,8 +73,13 @@ async def _from_endpoint(connection: Connection) -> Token:
                 allow_redirects=False,
             ) as response,
         ):
-            answer = await response.json(content_type=None)
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            content = b""
+            async for chunk in response.content.iter_any():
+                content += chunk
+                if len(content) > _LARGEST_BYTES:
+                    raise ValueError("its answer is too long")
+            answer = json.loads(content or b"null")
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
         reason = str(error) or type(error).__name__
         raise CredentialsError(
             f"no token from {endpoint}: {reason}: is it up, and is this the token endpoint?"

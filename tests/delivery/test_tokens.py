@@ -13,6 +13,7 @@ from aiohttp import web
 
 from delivery import tokens
 from delivery.connection import Connection, CredentialsError
+from sinks import http_server
 
 SECRET = "Tr0ub4dor&3:/"  # noqa: S105
 
@@ -101,6 +102,21 @@ async def test_an_endpoint_without_a_token_is_named_with_a_remedy(
     with pytest.raises(CredentialsError, match=expected) as raised:
         await tokens.token(client(endpoint, tmp_path))
     assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [("[" * 60_000, "recursion"), ("[" * 70_000, "its answer is too long")]
+)
+async def test_an_endpoint_that_answers_nonsense_without_end_costs_no_memory_and_ends_nothing(
+    tmp_path: Path, answer: str, expected: str
+) -> None:
+    async def answers(_: web.Request) -> web.Response:
+        return web.Response(text=answer, content_type="application/json")
+
+    async with http_server.listening([web.post("/token", answers)], ("127.0.0.1", 0), option="--listen") as (_, port):
+        connection = client(Endpoint(f"http://127.0.0.1:{port}/token"), tmp_path)
+        with pytest.raises(CredentialsError, match=expected):
+            await tokens.token(connection)
 
 
 async def test_an_endpoint_that_is_away_is_named(endpoint: Endpoint, tmp_path: Path) -> None:
