@@ -44,8 +44,11 @@ def answer(request: Coroutine[Any, Any, R]) -> R:
 
 
 def failed(sentence: object) -> SystemExit:
-    """Prints the sentence on standard error. Raise the result to end the command with exit code 1."""
-    click.echo(str(sentence), err=True)
+    """Prints the sentence on standard error. Raise the result to end the command with exit code 1.
+
+    A part of it may be what a server answered.
+    """
+    click.echo("\n".join(map(printable, str(sentence).split("\n"))), err=True)
     return SystemExit(FAILED)
 
 
@@ -62,7 +65,7 @@ def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str
     else:
         click.echo("\t".join(columns))
         for row in rows:
-            click.echo("\t".join(row))
+            click.echo("\t".join(map(printable, row)))
 
 
 def show_or_say(
@@ -85,13 +88,16 @@ def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], st
     """The rows for a terminal, each in its style."""
     result = Table(*columns)
     for row in rows:
-        result.add_row(*map(Text, row), style=style(row))
+        result.add_row(*map(Text, map(printable, row)), style=style(row))
     return result
 
 
 def printable(text: object, replacement: str = "?") -> str:
     """A text without control characters, on which a terminal would act: records are not to be trusted."""
-    return "".join(character if character.isprintable() else replacement for character in str(text))
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(character if character.isprintable() else replacement for character in shown)
 
 
 def cell(name: str) -> str:

@@ -13,6 +13,7 @@ from rich.cells import cell_len, set_cell_size
 
 from gpustream.alerts import lasted
 from gpustream.fleet import Device, Status
+from gpustream.output import printable
 
 Line = list[tuple[str, str]]
 
@@ -100,12 +101,16 @@ def ago(duration_ms: float) -> str:
 
 
 def fit(line: Line, width: int, style: str = "") -> Line:
-    """The line in exactly ``width`` cells, cut with an ellipsis or filled up. Bars do not get ``style``."""
+    """The line in exactly ``width`` cells, cut with an ellipsis or filled up. Bars do not get ``style``.
+
+    What it is made of comes from records, so that characters on which a terminal would act are replaced.
+    """
     fitted: Line = []
     left = width
-    for text, own_style in line:
+    for raw_text, own_style in line:
         if left <= 0:
             break
+        text = printable(raw_text)
         size = cell_len(text)
         cut = text if size <= left else set_cell_size(text, left - 1) + "…"
         fitted.append((cut, own_style if _BLOCKS.intersection(text) else f"{own_style} {style}".strip()))

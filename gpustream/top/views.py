@@ -14,6 +14,7 @@ from gpustream import alerts
 from gpustream.alerts import AlertRow
 from gpustream.command import counted
 from gpustream.fleet import STATUSES, Device, Fleet, Node, Status, Use, pods, workloads
+from gpustream.output import printable
 from gpustream.top import draw
 from gpustream.top.draw import (
     Column,
@@ -77,7 +78,7 @@ class Now:
         if ratios:
             ratio, name = max(ratios)
             parts.append(f"busiest {name} at {ratio:.0%}")
-        return ", ".join(filter(None, [*parts, self.trouble]))
+        return printable(", ".join(filter(None, [*parts, self.trouble])))
 
 
 def firing(latest: alerts.LatestAlerts, at: datetime) -> list[FiringAlert]:

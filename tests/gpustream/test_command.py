@@ -12,6 +12,7 @@ from delivery.settings import DURATION, HEADER, ComponentSpec, KafkaSettings, Op
 from delivery.values import Address
 from gpustream import command
 from gpustream.command import Command, ProcessSettings, options
+from gpustream.output import failed, show
 from gpustream.serve import Component
 from sinks import SINKS
 from tests.gpustream.fakes import FakeSettings
@@ -151,3 +152,10 @@ def test_a_component_is_made_with_its_settings() -> None:
 
     assert isinstance(fake, Component)
     assert fake.settings == FakeSettings("a:1", "c")  # type: ignore[attr-defined] # of the fake
+
+
+def test_what_a_server_answers_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show(("name",), [("a\x1b[2Jb\n",)])
+    failed("it answers \x1b]0;title\x07\nsecond line")
+
+    assert capsys.readouterr() == ("name\na?[2Jb?\n", "it answers ?]0;title?\nsecond line\n")

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from gpustream.alerts import LatestAlerts
@@ -19,6 +20,7 @@ from tests.eventually import eventually
 from tests.gpustream.test_fleet import fleet_of, gpu, record, tick
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import time
+from topics.topic import EXAMPLES
 
 SIZES = [(80, 24), (200, 60)]
 
@@ -372,3 +374,25 @@ async def test_it_ends_with_its_loop_and_nothing_is_left_running() -> None:
     async with app.run_test():
         pass
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_no_text_of_a_record_acts_on_the_terminal() -> None:
+    evil = "\x1b]0;title\x07\x9b2J\n\r"
+    sample: dict[str, Any] = msgspec.json.decode((EXAMPLES / "gpu.attributed.json").read_bytes())
+    for device in sample["devices"]:
+        device["uuid"] += evil
+        device["model"] = f"H100{evil}"
+        device["holders"] = [{**holder, "namespace": evil, "pod": evil} for holder in device["holders"]]
+    fleet, latest_alerts = Fleet(), LatestAlerts()
+    fleet.observe(decode_tick(msgspec.json.encode(sample)), 1.0, 1000)
+    labels = {"k8s_namespace_name": evil, "k8s_pod_name": evil, "gpu_uuid": evil}
+    latest_alerts.update(alert_record(alert("a", labels=labels, annotations={"summary": evil}), 0))
+    now = now_of(fleet, latest_alerts)
+
+    async def test(screen: Screen) -> None:
+        for key in ("1", "enter", "enter", "2", "enter", "3", "enter", "4", "enter", "5", "enter", "6", "enter"):
+            lines = (await screen.after(key)).split("\n")
+            assert [line for line in lines if not line.isprintable()] == []
+
+    await with_screen(now, SIZES[1], test)
+    assert now().line().isprintable()
