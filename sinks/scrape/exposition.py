@@ -1,7 +1,7 @@
 """Renders /metrics in the text format of Prometheus, on a thread beside the event loop.
 
 In: a scraper's Accept headers; the series to show, which are collected on the loop and never change afterwards. Out:
-the text, compressed or not: families in the order of their names, with their help and type, without timestamps, because
+the text, compressed by gzip: families in the order of their names, with their help and type, without timestamps, because
 scrapers add their own. Names with characters other than letters, digits and ``_``, which only relabelling makes, are
 written as they are if the scraper asks for ``escaping=allow-utf-8``, otherwise with ``_``.
 State: the current rendering. There is one at a time, on one thread; scrapes that ask for the same meanwhile share it.
@@ -14,6 +14,7 @@ counters with other names, which some profiles have, would have no type.
 import asyncio
 import gzip
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -25,6 +26,9 @@ from topics.metric import Labels
 
 _LEVEL = 6
 """The level of gzip: a fleet's text is so repetitive that this costs only a tenth of the rendering."""
+
+PIECE_BYTES = 64 * 1024
+"""So much of an answer waits in memory for a client that does not take it."""
 
 _number: Callable[[float], str] = utils.floatToGoString
 _IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
@@ -151,37 +155,19 @@ def _shown(name: str, *, utf8: bool, metric: bool = False) -> str:
 
 
 class Renderings:
-    """Renders what ``series`` gives."""
+    """Renders what ``series`` gives, compressed by gzip: a scraper that takes its answer slowly keeps little of it."""
 
     def __init__(self, series: Callable[[], Iterable[SampleGroup]]) -> None:
         self._series = series
         self._thread = ThreadPoolExecutor(1, "scrape")
-        self._under_way: dict[tuple[Names, bool, int | None], asyncio.Future[bytes]] = {}
+        self._under_way: dict[tuple[Names, bool], asyncio.Future[bytes]] = {}
         self._closed = False
 
-    async def text(self, names: Names = None, *, utf8: bool = False) -> bytes:
-        """The exposition now, or as it was when the rendering of it that is under way began."""
-
-        def begin() -> Callable[[], bytes]:
-            return partial(exposition, tuple(self._series()), lambda: self._closed, names, utf8=utf8)
-
-        return await self._share((names, utf8, None), begin)
-
     async def compressed(self, names: Names = None, *, utf8: bool = False) -> bytes:
-        """The same, compressed by gzip."""
-        text = await self.text(names, utf8=utf8)
-        return await self._share((names, utf8, id(text)), lambda: partial(gzip.compress, text, _LEVEL))
-
-    def close(self) -> None:
-        """Give up what is under way, and what waits for it."""
-        self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _share(self, key: tuple[Names, bool, int | None], begin: Callable[[], Callable[[], bytes]]) -> bytes:
-        """The result of what is under way for these names and the text that is being compressed, if any; else of what
-        ``begin`` gives to do."""
+        """The exposition now, or as it was when the rendering of it that is under way began."""
         if self._closed:
             raise GivenUp
+        key = names, utf8
 
         def end(done: "asyncio.Future[bytes]") -> None:
             if self._under_way.get(key) is done:
@@ -191,7 +177,27 @@ class Renderings:
 
         under_way = self._under_way.get(key)
         if under_way is None or under_way.done():
-            under_way = asyncio.get_running_loop().run_in_executor(self._thread, begin())
+            render = partial(self._render, tuple(self._series()), names, utf8=utf8)
+            under_way = asyncio.get_running_loop().run_in_executor(self._thread, render)
             self._under_way[key] = under_way
             under_way.add_done_callback(end)
         return await asyncio.shield(under_way)
+
+    def close(self) -> None:
+        """Give up what is under way, and what waits for it."""
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _render(self, groups: Sequence[SampleGroup], names: Names, *, utf8: bool) -> bytes:
+        return gzip.compress(exposition(groups, lambda: self._closed, names, utf8=utf8), _LEVEL)
+
+
+def pieces(compressed: bytes, *, packed: bool) -> Iterator[bytes]:
+    """A rendering in pieces, as it is or as text."""
+    if packed:
+        yield from (compressed[start : start + PIECE_BYTES] for start in range(0, len(compressed), PIECE_BYTES))
+        return
+    unpacker, rest = zlib.decompressobj(wbits=31), compressed
+    while not unpacker.eof:
+        yield unpacker.decompress(rest, PIECE_BYTES)
+        rest = unpacker.unconsumed_tail

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from sinks import http_server
-from sinks.scrape.exposition import TEXT_UTF8, GivenUp, Renderings, accepted, gzip_accepted
+from sinks.scrape.exposition import TEXT_UTF8, GivenUp, Renderings, accepted, gzip_accepted, pieces
 
 ANSWER_S = 60.0
 """A client has so long to take an answer."""
@@ -47,23 +47,11 @@ def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.R
         utf8 = content_type == TEXT_UTF8
         names = frozenset(name for name in request.query.getall("name[]", []) if name) or None
         try:
-            if gzip_accepted(",".join(request.headers.getall("Accept-Encoding", []))):
-                headers["Content-Encoding"] = "gzip"
-                body = await renderings.compressed(names, utf8=utf8)
-            else:
-                body = await renderings.text(names, utf8=utf8)
+            body = await renderings.compressed(names, utf8=utf8)
         except GivenUp as error:
             raise web.HTTPServiceUnavailable(text="stopping\n") from error
-        response = web.Response(body=body, headers=headers)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError as error:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionAbortedError("the client does not take the answer") from error
-        return response
+        packed = gzip_accepted(",".join(request.headers.getall("Accept-Encoding", [])))
+        return await _answer(request, headers, body, packed=packed)
 
     async def elsewhere(request: web.Request) -> web.Response:
         if request.path in ("/", "/metrics"):
@@ -71,3 +59,20 @@ def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.R
         raise web.HTTPNotFound(text="/metrics is here\n")
 
     return [web.get("/", root), web.get("/metrics", metrics), web.route("*", "/{elsewhere:.*}", elsewhere)]
+
+
+async def _answer(request: web.Request, headers: dict[str, str], body: bytes, *, packed: bool) -> web.StreamResponse:
+    """Send a rendering, ``packed`` or as text. Raises ConnectionAbortedError if the client does not take it in time."""
+    coding = {"Content-Encoding": "gzip", "Content-Length": str(len(body))} if packed else {}
+    response = web.StreamResponse(headers=headers | coding)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await response.prepare(request)
+            for piece in pieces(body, packed=packed):
+                await response.write(piece)
+            await response.write_eof()
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionAbortedError("the client does not take the answer") from error
+    return response

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import random
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from sinks.scrape import exposition
-from sinks.scrape.exposition import GivenUp, Renderings
+from sinks.scrape.exposition import PIECE_BYTES, GivenUp, Renderings, pieces
 from sinks.series.model import SampleGroup
 from tests.sinks.scrape.fleet import exposed, full_node, node
 from tests.sinks.scrape.handler import groups_of
@@ -66,18 +67,27 @@ def held_encoder(monkeypatch: pytest.MonkeyPatch) -> HeldEncoder:
 async def test_a_scrape_gets_what_is_shown_now() -> None:
     devices = list(DEVICES)
     with rendering(devices) as renderings:
-        assert (await renderings.text()).decode() == exposed(DEVICES)
-        assert gzip.decompress(await renderings.compressed()) == await renderings.text()
+        assert gzip.decompress(await renderings.compressed()).decode() == exposed(DEVICES)
         devices.clear()
-        assert (await renderings.text()).decode() == exposed([])
+        assert gzip.decompress(await renderings.compressed()).decode() == exposed([])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 3 * PIECE_BYTES + 7])
+def test_a_rendering_is_written_in_pieces(size: int, packed: bool) -> None:
+    text = random.Random(size).randbytes(size // 2) + bytes(size - size // 2)
+    compressed = gzip.compress(text)
+    written = list(pieces(compressed, packed=packed))
+
+    assert b"".join(written) == (compressed if packed else text)
+    assert max(map(len, written)) <= PIECE_BYTES
 
 
 async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free(
     held_encoder: HeldEncoder,
 ) -> None:
     with rendering(DEVICES) as renderings:
-        scrapes = [asyncio.create_task(renderings.text()) for _ in range(5)]
-        scrapes += [asyncio.create_task(renderings.compressed()) for _ in range(5)]
+        scrapes = [asyncio.create_task(renderings.compressed()) for _ in range(5)]
         await held_encoder.under_way()
         assert not any(scrape.done() for scrape in scrapes)
         held_encoder.go.set()
@@ -85,13 +95,13 @@ async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event
 
     assert len(held_encoder.threads) == 1
     assert held_encoder.threads != [threading.get_ident()]
-    assert len({id(text) for text in texts}) == 2
-    assert gzip.decompress(texts[-1]) == texts[0] == exposed(DEVICES).encode()
+    assert len({id(text) for text in texts}) == 1
+    assert gzip.decompress(texts[0]) == exposed(DEVICES).encode()
 
 
 async def test_what_is_asked_for_is_rendered_one_after_the_other(held_encoder: HeldEncoder) -> None:
     with rendering(DEVICES) as renderings:
-        scrapes = [asyncio.create_task(renderings.text(frozenset({f"gpu_{n}"}))) for n in range(3)]
+        scrapes = [asyncio.create_task(renderings.compressed(frozenset({f"gpu_{n}"}))) for n in range(3)]
         await held_encoder.under_way()
         held_encoder.go.set()
         await asyncio.gather(*scrapes)
@@ -101,24 +111,24 @@ async def test_what_is_asked_for_is_rendered_one_after_the_other(held_encoder: H
 
 async def test_a_scraper_that_goes_away_takes_nothing_from_the_others(held_encoder: HeldEncoder) -> None:
     with rendering(DEVICES) as renderings:
-        leaving, stays = [asyncio.create_task(renderings.text()) for _ in range(2)]
+        leaving, stays = [asyncio.create_task(renderings.compressed()) for _ in range(2)]
         await held_encoder.under_way()
         leaving.cancel()
         await asyncio.wait([leaving])
         held_encoder.go.set()
-        assert await stays == exposed(DEVICES).encode()
+        assert gzip.decompress(await stays) == exposed(DEVICES).encode()
     assert leaving.cancelled()
 
 
 async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held_encoder: HeldEncoder) -> None:
     devices = list(DEVICES)
     with rendering(devices) as renderings:
-        first = asyncio.create_task(renderings.text())
+        first = asyncio.create_task(renderings.compressed())
         await held_encoder.under_way()
         devices[:] = groups_of(node({"uuid": "GPU-new", "metrics": {"fan_speed_ratio": 1.0}}))
         held_encoder.go.set()
-        assert b"GPU-new" not in await first
-        assert b"GPU-new" in await renderings.text()
+        assert b"GPU-new" not in gzip.decompress(await first)
+        assert b"GPU-new" in gzip.decompress(await renderings.compressed())
 
 
 async def test_a_rendering_that_fails_is_reported_and_the_next_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,16 +138,16 @@ async def test_a_rendering_that_fails_is_reported_and_the_next_is_a_new_one(monk
             with pytest.raises(ZeroDivisionError):
                 await renderings.compressed()
         monkeypatch.undo()
-        assert await renderings.text()
+        assert await renderings.compressed()
 
 
 async def test_closing_gives_up_what_is_under_way_and_refuses_what_comes(held_encoder: HeldEncoder) -> None:
     with rendering(DEVICES) as renderings:
-        scrape = asyncio.create_task(renderings.text())
+        scrape = asyncio.create_task(renderings.compressed())
         await held_encoder.under_way()
         renderings.close()
         held_encoder.go.set()
         with pytest.raises(GivenUp):
             await scrape
         with pytest.raises(GivenUp):
-            await renderings.text()
+            await renderings.compressed()

@@ -5,6 +5,7 @@ import gzip
 import logging
 import socket
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -159,6 +160,29 @@ async def test_a_client_that_does_not_take_the_answer_loses_its_connection(
             await asyncio.wait_for(reader.readexactly(32 << 20), 10)
         writer.close()
     assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity"])
+async def test_clients_that_do_not_take_their_answers_take_no_memory(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Each asks for something else, so that no two share a rendering."""
+    size, clients = 8 << 20, 24
+    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(size))
+    tracemalloc.start()
+    try:
+        async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
+            opened = [await asyncio.open_connection(*address, limit=1024) for _ in range(clients)]
+            for number, (_, writer) in enumerate(opened):
+                request = f"GET /metrics?name[]=x{number} HTTP/1.1\r\nHost: x\r\nAccept-Encoding: {encoding}\r\n\r\n"
+                writer.write(request.encode())
+            await asyncio.gather(*(reader.readline() for reader, _ in opened))  # the answer begins
+            held_bytes, _ = tracemalloc.get_traced_memory()
+            for _, writer in opened:
+                writer.transport.abort()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 3 * size
 
 
 async def test_head_says_what_get_would_be_without_rendering_it() -> None:
