@@ -1,7 +1,7 @@
 """Renders /metrics in the text format of Prometheus, on a thread beside the event loop.
 
 In: a scraper's Accept headers; the series to show, which are collected on the loop and never change afterwards. Out:
-the text, compressed by gzip: families in the order of their names, with their help and type, without timestamps, because
+the text, compressed: families in the order of their names, with their help and type, without timestamps, because
 scrapers add their own. Names with characters other than letters, digits and ``_``, which only relabelling makes, are
 written as they are if the scraper asks for ``escaping=allow-utf-8``, otherwise with ``_``.
 State: the current rendering. There is one at a time, on one thread; scrapes that ask for the same meanwhile share it.
