@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,21 @@ async def test_the_end_does_not_wait_for_open_pages() -> None:
             await event(answer)
             bench.pages.end()
             assert b"data" not in await answer.read()
+
+
+async def test_frames_that_take_long_leave_half_of_the_time_for_the_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "FRAME_EVERY_S", 0.001)
+    bench, took_s = bench_of(), list[float]()
+
+    def slow(_: int) -> None:
+        began_s = time.monotonic()
+        time.sleep(0.03)
+        took_s.append(time.monotonic() - began_s)
+
+    monkeypatch.setattr(bench.pages, "make_frames", slow)
+    began_s = time.monotonic()
+    running = asyncio.create_task(bench.pages.run())
+    await eventually(lambda: len(took_s) >= 6, unless=running)
+    running.cancel()
+
+    assert time.monotonic() - began_s >= sum(took_s) + sum(took_s[:-1])
