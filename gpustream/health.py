@@ -33,6 +33,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from delivery.instruments import Instrument, Instruments
+from delivery.redaction import redact
 from delivery.values import Address
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Health:
         elif path == "/readyz":
             text = "ready\n"
             if reasons := self.reasons():
-                status, text = "503 Service Unavailable", "".join(f"{reason}\n" for reason in reasons)
+                status, text = "503 Service Unavailable", "".join(f"{redact(reason)}\n" for reason in reasons)
         else:
             status, text = "404 Not Found", "/metrics, /healthz and /readyz are here\n"
         body = text.encode()

@@ -19,6 +19,8 @@ from typing import Any, Literal, TextIO
 
 import orjson
 
+from delivery.redaction import redact
+
 REPEAT_S = 10.0
 """A message about one subject is written at most this often; then the newest that was held back is written."""
 
@@ -32,12 +34,6 @@ MAX_SPELLS = 1024
 _MAX_SUBJECT_CHARS = 200
 _NOISY = ("aiokafka", "faust", "mode", "kafka", "asyncio", "aiohttp")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "held_back", "taskName"}
-_SECRETS = (
-    (re.compile(r"(://)[^/?#\s]+@"), r"\1***@"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"), r"\1 ***"),
-    (re.compile(r"(?i)\b(authorization)(['\"]?\s*[:=]\s*['\"]?)[^'\",}]+"), r"\1\2***"),
-    (re.compile(r"""(?i)(password|token|secret)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|['"]?[^\s'",]+)"""), r"\1\2***"),
-)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -51,13 +47,6 @@ def setup(log_format: Literal["text", "json"] = "text", level: int = logging.INF
     logging.captureWarnings(True)
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def redact(text: str) -> str:
-    """The text with passwords in URLs, credentials in headers and values of secrets replaced by ``***``."""
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:

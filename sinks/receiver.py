@@ -36,6 +36,7 @@ import aiohttp
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instrument, Instruments
 from delivery.proxy import proxy_of
+from delivery.redaction import redact
 from delivery.tasks import set_within
 from sinks.settings import HttpSettings
 
@@ -118,7 +119,8 @@ class Http:
                             text += chunk
                             if len(text) >= _TEXT_BYTES:
                                 break
-                return Reply(response.status, text[:_TEXT_BYTES].decode("utf-8", "replace"), response.headers)
+                shown = redact(text[:_TEXT_BYTES].decode("utf-8", "replace"))
+                return Reply(response.status, shown, response.headers)
         except aiohttp.ClientResponseError as error:  # its own text has the URL, whose path may be a secret
             return Reply(0, _line(f"{type(error).__name__}: {error.status}, {error.message}"))
         except aiohttp.InvalidURL:

@@ -206,6 +206,12 @@ async def test_not_ready_is_503_with_the_reasons() -> None:
     assert answer[:2] == (503, "fake: no assignment yet\nfake: no broker\n")
 
 
+async def test_reasons_show_no_secret_because_anyone_may_ask_for_them() -> None:
+    answer = await _get(_health("fake: it answers 400 (client_secret=s3cret is wrong)"), "/readyz")
+
+    assert answer.text == "fake: it answers 400 (client_secret=*** is wrong)\n"
+
+
 async def test_ready_and_alive_are_200_and_the_rest_is_not_there() -> None:
     async with _served(_health()) as address:
         statuses = {

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
+from sinks.http_server import listening
 from sinks.receiver import Credentials, Http, Receiver, Reply, Request, instruments, meaning
 from sinks.settings import HttpSettings
 from tests.eventually import eventually
@@ -305,6 +307,20 @@ def test_an_encrypted_key_is_an_error_and_nobody_is_asked_for_its_password(tmp_p
         credentials.current()
     encrypted.write_bytes(certificate.key.read_bytes())
     assert credentials.current()[1] is not None
+
+
+async def test_a_receiver_that_answers_with_what_it_was_sent_shows_no_credentials_to_others(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cretT0ken")
+
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(status=401, text=f"not with {dict(request.headers)}")
+
+    async with listening([web.post("/", echo)], ("127.0.0.1", 0), option="--listen") as (_, port):
+        http = Http(HttpSettings(bearer_token_file=tmp_path / "token", headers=(("X-API-Key", "s3cret"),)))
+        reply = await http.post(f"http://127.0.0.1:{port}/", b"body", {})
+        await http.close()
+
+    assert (reply.status, "s3cret" in reply.text, reply.text.count("***")) == (401, False, 2)
 
 
 @pytest.mark.parametrize("times", [1, 300])
