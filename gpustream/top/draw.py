@@ -67,7 +67,7 @@ def sign(device: Device) -> tuple[str, str]:
     """A device in one cell."""
     status = device.status
     if status == "busy" and device.used_ratio is not None:
-        return _LEVELS[min(7, int(max(0.0, device.used_ratio) * 8))], STYLES[status]
+        return _LEVELS[int(min(7.0, max(0.0, device.used_ratio) * 8))], STYLES[status]
     return SIGNS[status], STYLES[status]
 
 

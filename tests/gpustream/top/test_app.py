@@ -396,3 +396,9 @@ async def test_no_text_of_a_record_acts_on_the_terminal() -> None:
 
     await with_screen(now, SIZES[1], test)
     assert now().line().isprintable()
+
+
+def test_a_reading_that_can_not_be_true_is_shown_as_the_highest() -> None:
+    fleet = fleet_of(tick(gpu("a", 1e308, "ml/a")))
+
+    assert [draw.sign(device)[0] for device in fleet.devices()] == ["█"]
