@@ -57,6 +57,7 @@ class Worker:
             self._job_began_s = None
             if error is not None and not future.cancelled():
                 future.set_exception(error)
+                future.exception()  # or asyncio logs it if the loop ends before whoever waits gets it
             elif not future.cancelled():
                 future.set_result(result)
 

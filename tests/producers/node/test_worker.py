@@ -1,6 +1,7 @@
 """A worker runs one job at a time, and a job delays nobody else."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -34,6 +35,20 @@ async def test_an_exception_of_a_job_is_raised_where_the_job_is_awaited() -> Non
         await worker.submit(lambda: 1 // 0)
     assert await worker.submit(lambda: 2) == 2
     worker.stop()
+
+
+async def test_an_exception_that_comes_just_before_the_loop_ends_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker("worker-ends")
+    job = worker.submit(lambda: 1 // 0)
+    await eventually(job.done)
+    worker.stop()
+    await eventually(lambda: all(thread.name != "worker-ends" for thread in threading.enumerate()))
+    del job
+    gc.collect()
+
+    assert caplog.records == []
 
 
 async def test_no_second_job_runs_beside_one_that_has_not_returned() -> None:
