@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, cast
 
 from aiohttp import web
@@ -50,6 +50,42 @@ _requests_log = log.getChild("requests")
 _requests_log.addFilter(_keep_log_record)
 
 
+class _Clients:
+    """The clients' ``connections``, the oldest first; one in its handshake is not done."""
+
+    def __init__(self) -> None:
+        self.connections: dict[asyncio.Future[tuple[asyncio.Transport, Any]], None] = {}
+        self._answering: set[object] = set()  # the protocols of those that wait for an answer
+
+    @web.middleware
+    async def note_answering(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Note for how long a connection waits for an answer."""
+        self._answering.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._answering.discard(request.protocol)
+
+    def make_room(self, server: web.Server) -> None:
+        """Forget the connections that are gone. If all are there, close the oldest one that asks nothing, or the
+        oldest."""
+        open_ = set(server.connections)
+        for connection in list(self.connections):
+            is_failed = connection.done() and (connection.cancelled() or connection.exception() is not None)
+            if is_failed or (connection.done() and connection.result()[1] not in open_):
+                del self.connections[connection]
+        if len(self.connections) >= MAX_CLIENTS:
+            idle = (one for one in self.connections if not one.done() or one.result()[1] not in self._answering)
+            oldest = next(idle, next(iter(self.connections)))
+            del self.connections[oldest]
+            if oldest.done():
+                oldest.result()[0].abort()
+            else:
+                oldest.cancel()
+
+
 @contextlib.asynccontextmanager
 async def listening(
     routes: Iterable[web.RouteDef],
@@ -64,17 +100,8 @@ async def listening(
 
     ``closing`` is called before the server waits for open requests.
     """
-    answering = set[object]()  # the connections whose request is being answered
-
-    @web.middleware
-    async def answer(request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        answering.add(request.protocol)
-        try:
-            return await handler(request)
-        finally:
-            answering.discard(request.protocol)
-
-    application = web.Application(middlewares=[answer, *middlewares])
+    clients = _Clients()
+    application = web.Application(middlewares=[clients.note_answering, *middlewares])
     application.add_routes(routes)
     runner = web.AppRunner(
         application,
@@ -89,7 +116,6 @@ async def listening(
     server = cast("web.Server", runner.server)  # it has one, since it is set up
 
     (host, port), listeners = address, list[socket.socket]()
-    clients: _Clients = {}
     accepting: list[asyncio.Future[None]] = []
     try:
         try:
@@ -101,12 +127,10 @@ async def listening(
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
             raise ListenError(f"{option}: can't serve on {host}:{port}: {reason}") from error  # asyncio says it twice
-        accepting = [
-            asyncio.ensure_future(_accept(listener, server, context, clients, answering)) for listener in listeners
-        ]
+        accepting = [asyncio.ensure_future(_accept(listener, server, context, clients)) for listener in listeners]
         yield host, listeners[0].getsockname()[1]
     finally:
-        tasks: list[asyncio.Future[Any]] = [*accepting, *clients]
+        tasks: list[asyncio.Future[Any]] = [*accepting, *clients.connections]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -116,19 +140,10 @@ async def listening(
         await runner.cleanup()
 
 
-_Clients = dict[asyncio.Future[tuple[asyncio.Transport, Any]], None]
-"""The clients' connections, the oldest first; one in its handshake is not done."""
-
-
 async def _accept(
-    listener: socket.socket,
-    server: web.Server,
-    context: ssl.SSLContext | None,
-    clients: _Clients,
-    answering: Container[object],
+    listener: socket.socket, server: web.Server, context: ssl.SSLContext | None, clients: _Clients
 ) -> None:
-    """Accept connections until cancelled. ``clients``: those of all listeners. ``answering``: those that wait for an
-    answer.
+    """Accept connections until cancelled. ``clients``: those of all listeners.
 
     A connection counts while it is there, although the server knows it only after its handshake.
     """
@@ -140,25 +155,8 @@ async def _accept(
             log.warning("a connection can't be accepted: %s", error.strerror or error)
             await asyncio.sleep(_RETRY_S)
             continue
-        if len(clients) >= MAX_CLIENTS:
-            _make_room(clients, server, answering)
+        if len(clients.connections) >= MAX_CLIENTS:
+            clients.make_room(server)
         connecting = loop.connect_accepted_socket(server, client, ssl=context, ssl_handshake_timeout=handshake_s)
-        clients[asyncio.ensure_future(connecting)] = None
+        clients.connections[asyncio.ensure_future(connecting)] = None
         await asyncio.sleep(0)  # many clients at once keep no other work waiting
-
-
-def _make_room(clients: _Clients, server: web.Server, answering: Container[object]) -> None:
-    """Forget the connections that are gone. If all are there, close the oldest one that asks nothing, or the oldest."""
-    open_ = set(server.connections)
-    for connection in list(clients):
-        is_failed = connection.done() and (connection.cancelled() or connection.exception() is not None)
-        if is_failed or (connection.done() and connection.result()[1] not in open_):
-            del clients[connection]
-    if len(clients) >= MAX_CLIENTS:
-        idle = (one for one in clients if not one.done() or one.result()[1] not in answering)
-        oldest = next(idle, next(iter(clients)))
-        del clients[oldest]
-        if oldest.done():
-            oldest.result()[0].abort()
-        else:
-            oldest.cancel()

@@ -99,7 +99,7 @@ def list_letters(
     if form == "json":
         json_lines(group._asdict() for group in rows)
     else:
-        show_or_say(LetterGroup._fields, [tuple(map(printable, group)) for group in rows], "no dead letter")
+        show_or_say(LetterGroup._fields, [tuple(map(str, group)) for group in rows], "no dead letter")
 
 
 class LetterGroup(NamedTuple):
