@@ -109,13 +109,24 @@ class Denied(Exception):
 
 
 class ApiServer(Server):
-    """kube-apiserver and its etcd. ``users`` are those of the token file besides ``admin``, without any rights."""
+    """kube-apiserver and its etcd. ``users`` are those of the token file besides ``admin``, without any rights.
+
+    ``service_accounts``: each pod needs one, as in a cluster, where a controller makes them.
+    """
 
     stop_timeout_s = 4.0
     """It waits a minute for the ends of the watches that it serves."""
 
-    def __init__(self, directory: Path, *, users: Sequence[str] = ("one", "two"), options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        users: Sequence[str] = ("one", "two"),
+        options: Sequence[str] = (),
+        service_accounts: bool = False,
+    ) -> None:
         super().__init__(directory)
+        self.service_accounts = service_accounts
         self.etcd = Etcd(directory / "etcd")
         self.users = [ADMIN, *users]
         self.options = list(options)
@@ -159,7 +170,7 @@ class ApiServer(Server):
             f"--token-auth-file={self.directory / 'tokens.csv'}",
             "--authorization-mode=RBAC",
             "--service-cluster-ip-range=10.0.0.0/24",
-            "--disable-admission-plugins=ServiceAccount",
+            *([] if self.service_accounts else ["--disable-admission-plugins=ServiceAccount"]),
             "--allow-privileged",  # as clusters are installed: nothing of GKE's would be taken without
             "--shutdown-delay-duration=0s",
             *self._front_proxy(),
@@ -382,6 +393,7 @@ class ControllerManager(Server):
             "--leader-elect=false",
             "--use-service-account-credentials=true",
             f"--controllers={','.join(f'{controller}-controller' for controller in self.controllers)}",
+            f"--root-ca-file={self.api.ca}",
             f"--horizontal-pod-autoscaler-sync-period={self.period_s}s",
         ]
 

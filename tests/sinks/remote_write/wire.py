@@ -42,17 +42,22 @@ def bits(value: float) -> int:
 
 
 @functools.cache
-def messages(name: str) -> Any:
-    """The module of a .proto file of this folder, compiled."""
+def compiled(proto: Path) -> Any:
+    """The module of a .proto file."""
     with tempfile.TemporaryDirectory() as folder:
-        code = protoc.main(["protoc", f"-I{PROTO}", f"--python_out={folder}", str(PROTO / f"{name}.proto")])
+        code = protoc.main(["protoc", f"-I{proto.parent}", f"--python_out={folder}", str(proto)])
         if code:
             raise RuntimeError(f"protoc: {code}")
         sys.path.insert(0, folder)
         try:
-            return importlib.import_module(f"{name}_pb2")
+            return importlib.import_module(f"{proto.stem}_pb2")
         finally:
             sys.path.remove(folder)
+
+
+def messages(name: str) -> Any:
+    """The module of a .proto file of the official messages of remote write and OTLP."""
+    return compiled(PROTO / f"{name}.proto")
 
 
 def read_v1(body: bytes, only: str | None = None) -> list[Sample]:

@@ -1,4 +1,4 @@
-// Names Kubernetes 1.36.3, so that Go builds its API server and its controllers.
+// Names Kubernetes 1.36.3, so that Go builds its API server and its controllers, its kubelet and its scheduler.
 module gpustream.invalid/tests/real/kubernetes
 
 go 1.26.0
@@ -6,6 +6,8 @@ go 1.26.0
 tool (
 	k8s.io/kubernetes/cmd/kube-apiserver
 	k8s.io/kubernetes/cmd/kube-controller-manager
+	k8s.io/kubernetes/cmd/kube-scheduler
+	k8s.io/kubernetes/cmd/kubelet
 )
 
 require k8s.io/kubernetes v1.36.3 // indirect

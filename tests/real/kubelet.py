@@ -1,0 +1,574 @@
+"""A node: a real kubelet with containerd, runc and a device plugin, so that pods have containers that run.
+
+Only root can have one. Its processes have a mount namespace of their own, in which ``/var/lib/kubelet`` is a folder of
+the test, and its pods' control groups are below one of the test, so that a kubelet of this machine is left alone.
+
+    with ApiServer(tmp_path / "api") as api, Node(tmp_path / "node", api, ["GPU-0", "GPU-1"]) as node:
+        node.run("train-0", gpus=1)
+        node.listed()  # the devices of each pod
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from producers.node.podresources_pb2 import ListPodResourcesResponse
+from tests.eventually import eventually_sync
+from tests.real.kubernetes import ADMIN, ApiServer, Json
+from tests.real.process import HttpServer, Server, listens
+from tests.real.servers import Missing, real_dir
+from tests.sinks.remote_write.wire import compiled
+
+KUBELET = "kubelet-1.36.3"
+NAME = "gpu-node-1"
+GPU = "nvidia.com/gpu"
+VISIBLE = "NVIDIA_VISIBLE_DEVICES"
+IMAGE = "localhost/sleeper:1"
+SLEEPER = "trap 'exit 0' TERM; while :; do sleep 1 & wait; done"
+"""What a container does: it waits until it is stopped."""
+
+INSTALLED = "/opt/gpustream"
+"""Where that is in its image."""
+
+BRIDGE, HOST = "gpustream0", "10.213.0.1"
+"""What connects the pods, and this machine's address on it."""
+
+SERVICE = "10.0.0.1"
+"""The first address of the range that the API server is told for services."""
+
+_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+"""Where the kubelet looks for device plugins, whatever its own folder is."""
+
+CONTROLLERS = Path("/sys/fs/cgroup")
+
+
+def find_kubelet() -> Path:
+    """The folder of the node's programs; raises :class:`Missing`."""
+    folder = real_dir() / KUBELET
+    if not shutil.which(str(folder / "kubelet")):
+        raise Missing(f"no kubelet in {folder}: run `make kubelet`")
+    if os.geteuid() != 0:
+        raise Missing("a kubelet needs root")
+    return folder
+
+
+def sleeper(path: Path) -> Path:
+    """An image with a shell that waits: for the pods that use GPUs, and what keeps a pod's namespaces."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        raise Missing("no busybox on PATH, statically linked")
+    root = path.with_suffix(".root")
+    for folder in ("bin", "dev", "etc", "proc", "sys", "tmp"):
+        (root / folder).mkdir(parents=True)
+    shutil.copy(busybox, root / "bin" / "sh")
+    return archive(IMAGE, path, {"Entrypoint": ["/bin/sh", "-c", SLEEPER]}, ["--directory", str(root), "."])
+
+
+def gpustream(path: Path, packages: Path) -> Path:
+    """An image with this Python, and a folder of what is installed for it."""
+    prefix = Path(sys.base_prefix)
+    binaries = [prefix / "bin" / Path(sys.executable).resolve().name]
+    binaries += [*prefix.glob("lib/python*/lib-dynload/*.so"), *packages.rglob("*.so"), *packages.rglob("*.so.*")]
+    linked = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
+    found = {Path(word) for word in linked.split() if word.startswith("/")}
+    libraries = [
+        str(path) for path in found if path.is_file() and packages not in path.parents and path not in binaries
+    ]
+    config = {
+        "Entrypoint": [str(binaries[0]), "-m", "gpustream"],
+        "Env": [f"PYTHONPATH={INSTALLED}", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"],
+        "User": "65532:65532",
+        "WorkingDir": "/tmp",  # noqa: S108 - as the Dockerfile says
+    }
+    files = [str(binaries[0]), *map(str, prefix.glob("lib/python*")), str(packages), *libraries]
+    left_out = [f"--exclude={prefix}/lib/{pattern}" for pattern in ("*/site-packages", "*/test", "*/config-*")]
+    renamed = f"--transform=s,^{packages},{INSTALLED},"
+    return archive("docker.io/library/gpustream:0.1.0", path, config, ["--dereference", *left_out, renamed, *files])
+
+
+def archive(name: str, path: Path, config: Json, files: Sequence[str]) -> Path:
+    """Write an OCI archive of an image with one layer; ``files``: what tar is to put into it."""
+    layer = path.with_suffix(".layer")
+    subprocess.run(["tar", "--create", "--file", layer, "--absolute-names", *files], check=True)
+    blobs = {"layer": layer.read_bytes()}
+    kinds = "application/vnd.oci.image"
+
+    def described(blob: str, kind: str) -> Json:
+        digest = f"sha256:{hashlib.sha256(blobs[blob]).hexdigest()}"
+        return {"mediaType": f"{kinds}.{kind}", "digest": digest, "size": len(blobs[blob])}
+
+    platform = {"architecture": "amd64", "os": "linux"}
+    root = {"type": "layers", "diff_ids": [described("layer", "")["digest"]]}
+    blobs["config"] = json.dumps({**platform, "config": config, "rootfs": root}).encode()
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": f"{kinds}.manifest.v1+json",
+        "config": described("config", "config.v1+json"),
+        "layers": [described("layer", "layer.v1.tar")],
+    }
+    blobs["manifest"] = json.dumps(manifest).encode()
+    named = {**described("manifest", "manifest.v1+json"), "annotations": {"io.containerd.image.name": name}}
+    contents = {
+        "oci-layout": b'{"imageLayoutVersion": "1.0.0"}',
+        "index.json": json.dumps({"schemaVersion": 2, "manifests": [named]}).encode(),
+    } | {f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}": blob for blob in blobs.values()}
+    with tarfile.open(path, "w") as packed:
+        for member, content in contents.items():
+            entry = tarfile.TarInfo(member)
+            entry.size = len(content)
+            packed.addfile(entry, io.BytesIO(content))
+    layer.unlink()
+    return path
+
+
+class Namespace:
+    """A mount namespace in which ``/var/lib/kubelet`` is a folder of the test. What is mounted in it ends with it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        theirs = _PLUGINS.parent
+        theirs.mkdir(parents=True, exist_ok=True)
+        mount = f"mount --make-rslave / && mount --bind {folder} {theirs} && mount --make-rshared {theirs}"
+        holding = f"{mount} && echo ready && exec sleep infinity"
+        self._holder = subprocess.Popen(["unshare", "--mount", "sh", "-c", holding], stdout=subprocess.PIPE, text=True)
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "ready\n"
+
+    def command(self, *command: str | Path) -> list[str]:
+        """A command in the namespace."""
+        return ["nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", *map(str, command)]
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._holder.kill()
+        self._holder.communicate()
+
+
+class Containerd(Server):
+    """containerd, with runc, and the image of the pods' containers."""
+
+    def __init__(self, directory: Path, namespace: Namespace) -> None:
+        super().__init__(directory, ports=0, environment={"PATH": f"{find_kubelet()}:{os.environ['PATH']}"})
+        self.namespace = namespace
+        self.socket = directory / "containerd.sock"
+
+    def prepare(self) -> None:
+        """Write its configuration, and that of the pods' network."""
+        programs = find_kubelet()
+        address: Json = {
+            "type": "host-local",
+            "dataDir": f"{self.directory}/addresses",
+            "routes": [{"dst": "0.0.0.0/0"}],
+        }
+        address["ranges"] = [[{"subnet": f"{HOST.rpartition('.')[0]}.0/24", "gateway": HOST}]]
+        bridge = {"type": "bridge", "bridge": BRIDGE, "isGateway": True, "hairpinMode": True, "ipam": address}
+        (self.directory / "networks").mkdir()
+        (self.directory / "networks" / "pods.conflist").write_text(
+            json.dumps({"cniVersion": "1.0.0", "name": "pods", "plugins": [bridge]})
+        )
+        cri = "[plugins.'io.containerd.cri.v1"
+        (self.directory / "config.toml").write_text(
+            f"""version = 3
+root = '{self.directory}/root'
+state = '{self.directory}/state'
+[grpc]
+address = '{self.socket}'
+[plugins.'io.containerd.internal.v1.opt']
+path = '{self.directory}/opt'
+{cri}.runtime']
+restrict_oom_score_adj = true
+netns_mounts_under_state_dir = true
+{cri}.images'.pinned_images]
+sandbox = '{IMAGE}'
+{cri}.runtime'.cni]
+bin_dirs = ['{programs}']
+conf_dir = '{self.directory}/networks'
+{cri}.runtime'.containerd.runtimes.runc]
+runtime_type = 'io.containerd.runc.v2'
+runtime_path = '{programs}/containerd-shim-runc-v2'
+{cri}.runtime'.containerd.runtimes.runc.options]
+BinaryName = '{programs}/runc'
+"""
+        )
+
+    def command(self) -> Sequence[str]:
+        """The server in the foreground."""
+        return self.namespace.command(find_kubelet() / "containerd", "--config", self.directory / "config.toml")
+
+    def ready(self) -> bool:
+        """Whether it answers."""
+        return self.ctr("version").returncode == 0
+
+    def ctr(self, *command: str | Path) -> "subprocess.CompletedProcess[str]":
+        """Ask it."""
+        asked = self.namespace.command(
+            find_kubelet() / "ctr", "--address", self.socket, "--namespace", "k8s.io", *command
+        )
+        return subprocess.run(asked, capture_output=True, text=True, check=False)
+
+    def add(self, archive: Path) -> None:
+        """Add the image of an archive."""
+        done = self.ctr("images", "import", archive)
+        assert done.returncode == 0, done.stderr
+
+
+class Kubelet(HttpServer):
+    """The kubelet of a node."""
+
+    health = "/healthz"
+    stop_timeout_s = 10.0
+
+    def __init__(self, directory: Path, api: ApiServer, containerd: Containerd, cgroup: str, *gates: str) -> None:
+        super().__init__(directory, ports=2)
+        self.api, self.containerd, self.cgroup, self.gates = api, containerd, cgroup, gates
+
+    def prepare(self) -> None:
+        """Write its configuration."""
+        config = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "address": "127.0.0.1",
+            "port": self.ports[1].number,
+            "healthzPort": self.ports[0].number,
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "containerRuntimeEndpoint": f"unix://{self.containerd.socket}",
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": self.cgroup,
+            "failCgroupV1": False,
+            "failSwapOn": False,
+            "featureGates": dict.fromkeys(self.gates, True),
+            "imageGCHighThresholdPercent": 100,
+            "evictionHard": dict.fromkeys(("memory.available", "nodefs.available", "nodefs.inodesFree"), "0%"),
+            "nodeStatusUpdateFrequency": "2s",
+            "registerWithTaints": [],
+            "resolvConf": "",
+            "clusterDNS": [HOST],
+            "podLogsDir": str(self.directory / "logs"),
+        }
+        (self.directory / "config.json").write_text(json.dumps(config))
+
+    def command(self) -> Sequence[str]:
+        """The server in the foreground."""
+        return self.containerd.namespace.command(
+            find_kubelet() / "kubelet",
+            f"--config={self.directory / 'config.json'}",
+            f"--kubeconfig={self.api.kubeconfig(ADMIN)}",
+            f"--hostname-override={NAME}",
+            "--node-labels=nvidia.com/gpu.present=true",
+        )
+
+
+class Forwarder:
+    """Forwards the connections to an address, which pods reach, to a port of 127.0.0.1."""
+
+    def __init__(self, target: int, address: tuple[str, int] = ("", 0)) -> None:
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with socket.create_connection(("127.0.0.1", target)) as server:
+                    back = threading.Thread(target=_pump, args=(server, self.request))
+                    back.start()
+                    _pump(self.request, server)
+                    back.join()
+
+        self._server = socketserver.ThreadingTCPServer(address, Connection)
+        self._server.daemon_threads = True
+        self.url = f"http://{HOST}:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextlib.contextmanager
+def service_address(api: ApiServer) -> Iterator[None]:
+    """The address of the API server's service, as pods know it: what kube-proxy would forward."""
+    subprocess.run(["ip", "address", "add", f"{SERVICE}/32", "dev", "lo"], check=True)
+    try:
+        with Forwarder(api.ports[0].number, (SERVICE, 443)):
+            yield
+    finally:
+        subprocess.run(["ip", "address", "delete", f"{SERVICE}/32", "dev", "lo"], check=True)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class Scheduler(Server):
+    """The scheduler: pods find the node by themselves."""
+
+    def __init__(self, directory: Path, api: ApiServer) -> None:
+        super().__init__(directory)
+        self.api = api
+
+    def command(self) -> Sequence[str]:
+        """The server in the foreground."""
+        return [
+            str(find_kubelet() / "kube-scheduler"),
+            f"--kubeconfig={self.api.kubeconfig(ADMIN)}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self.ports[0].number}",
+            "--leader-elect=false",
+        ]
+
+    def ready(self) -> bool:
+        """Whether it serves."""
+        return listens(self.ports[0].number)
+
+
+class DevicePlugin:
+    """A device plugin in this process: the devices of one resource, all healthy unless a test says otherwise."""
+
+    def __init__(self, plugins: Path, resource: str, devices: Sequence[str]) -> None:
+        self._messages = compiled(Path(__file__).with_name("deviceplugin.proto"))
+        self._plugins, self._resource = plugins, resource
+        self._endpoint = f"{resource.replace('/', '-')}.sock"
+        self._devices = dict.fromkeys(devices, "Healthy")
+        self._changed = threading.Condition()
+        self._open = True
+        self._server = grpc.server(ThreadPoolExecutor(max_workers=4))
+        messages, unary = self._messages, grpc.unary_unary_rpc_method_handler
+        handlers = {
+            "GetDevicePluginOptions": unary(
+                lambda _request, _context: messages.DevicePluginOptions(),
+                messages.Empty.FromString,
+                messages.DevicePluginOptions.SerializeToString,
+            ),
+            "ListAndWatch": grpc.unary_stream_rpc_method_handler(
+                lambda _request, _context: self._list(),
+                messages.Empty.FromString,
+                messages.ListAndWatchResponse.SerializeToString,
+            ),
+            "Allocate": unary(
+                lambda request, _context: self._allocate(request),
+                messages.AllocateRequest.FromString,
+                messages.AllocateResponse.SerializeToString,
+            ),
+        }
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", handlers)])
+
+    def set_health(self, device: str, health: str) -> None:
+        """Say that a device is ``Healthy`` or ``Unhealthy``."""
+        with self._changed:
+            self._devices[device] = health
+            self._changed.notify_all()
+
+    def _list(self) -> Iterator[Any]:
+        """All devices, and again whenever one has changed."""
+        last_sent: dict[str, str] = {}
+        while self._open:
+            with self._changed:
+                devices = dict(self._devices)
+                if devices == last_sent:
+                    self._changed.wait()
+                    continue
+            last_sent = devices
+            listed = [self._messages.Device(ID=name, health=health) for name, health in devices.items()]
+            yield self._messages.ListAndWatchResponse(devices=listed)
+
+    def _allocate(self, request: Any) -> Any:
+        responses = [
+            self._messages.ContainerAllocateResponse(envs={VISIBLE: ",".join(asked.devices_ids)})
+            for asked in request.container_requests
+        ]
+        return self._messages.AllocateResponse(container_responses=responses)
+
+    def register(self) -> None:
+        """Tell the kubelet of it. A kubelet that starts again has to be told again."""
+        eventually_sync(
+            (self._plugins / "kubelet.sock").exists, "the kubelet takes plugins"
+        )  # it has emptied the folder
+        self._server.add_insecure_port(f"unix://{self._plugins / self._endpoint}")
+        self._server.start()
+        request = self._messages.RegisterRequest(
+            version="v1beta1", endpoint=self._endpoint, resource_name=self._resource
+        )
+        with grpc.insecure_channel(f"unix://{self._plugins / 'kubelet.sock'}") as channel:
+            register = channel.unary_unary(
+                "/v1beta1.Registration/Register",
+                request_serializer=self._messages.RegisterRequest.SerializeToString,
+                response_deserializer=self._messages.Empty.FromString,
+            )
+            register(request, wait_for_ready=True, timeout=30)
+
+    def close(self) -> None:
+        """Stop serving."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        self._server.stop(None).wait()
+
+
+class Node:
+    """A node of a cluster with one kubelet, on which pods run. ``gpus``: the ids of its whole GPUs."""
+
+    def __init__(self, directory: Path, api: ApiServer, gpus: Sequence[str], *gates: str) -> None:
+        self.api, self.folder = api, directory / "kubelet"
+        self._cgroup = f"/gpustream-{os.getpid()}"
+        self._namespace = Namespace(self.folder)
+        self.containerd = Containerd(directory / "containerd", self._namespace)
+        self.kubelet = Kubelet(directory / "node", api, self.containerd, self._cgroup, *gates)
+        self._gpus, self.plugin = gpus, DevicePlugin(self.folder / "device-plugins", GPU, gpus)
+
+    @property
+    def pod_resources(self) -> Path:
+        """The socket on which the kubelet says which container has which devices."""
+        return self.folder / "pod-resources" / "kubelet.sock"
+
+    @property
+    def pods_api(self) -> Path:
+        """The socket on which it says at once that a pod begins or ends."""
+        return self.folder / "pods-api" / "pods-api.sock"
+
+    def __enter__(self) -> Self:
+        try:
+            for group in _groups(self._cgroup):
+                group.mkdir()
+            self.containerd.start()
+            self.containerd.add(sleeper(self.folder.parent / "sleeper.tar"))
+            self.kubelet.start()
+            self.plugin.register()
+            eventually_sync(
+                lambda: self.status().get("capacity", {}).get(GPU) == str(len(self._gpus)), "the node has its GPUs"
+            )
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def status(self) -> Json:
+        """What the node says of itself."""
+        answer = self.api.request("GET", f"/api/v1/nodes/{NAME}")
+        status: Json = answer.body["status"] if answer.status == 200 else {}
+        return status
+
+    def run(self, name: str, *, gpus: int = 0, namespace: str = "ml", command: str = SLEEPER, **spec: Any) -> str:
+        """Create a pod of one container, which runs a shell command; returns its uid. ``spec``: more of its spec."""
+        container: Json = {"name": "main", "image": IMAGE, "imagePullPolicy": "Never", "args": [command]}
+        container |= {"command": ["/bin/sh", "-c"], "resources": {"limits": {GPU: str(gpus)}} if gpus else {}}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {
+                "nodeName": NAME,
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 2,
+                "containers": [container],
+            }
+            | spec,
+        }
+        return str(self.api.create(pod)["metadata"]["uid"])
+
+    def delete(self, name: str, namespace: str = "ml") -> None:
+        """Delete a pod, as a user does: the kubelet ends it in order."""
+        self.api.request("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}")
+
+    def listed(self) -> dict[str, list[str]]:
+        """The devices of each pod, as the kubelet's pod resources say."""
+        with grpc.insecure_channel(f"unix://{self.pod_resources}") as channel:
+            ask: Any = channel.unary_unary("/v1.PodResourcesLister/List")
+            answer = ask(b"", timeout=30, wait_for_ready=True)
+        return {
+            pod.name: [
+                device for container in pod.containers for of_one in container.devices for device in of_one.device_ids
+            ]
+            for pod in ListPodResourcesResponse.FromString(answer).pod_resources
+        }
+
+    def processes(self, pod_uid: str) -> dict[int, list[str]]:
+        """The processes of a pod's containers, and the devices that the device plugin gave each."""
+        found: dict[int, list[str]] = {}
+        for folder, _, _ in os.walk(_groups(self._cgroup)[0]):
+            in_pod = f"/pod{pod_uid}/" in folder
+            for pid in _pids(Path(folder)) if in_pod else ():
+                with contextlib.suppress(OSError):
+                    environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                    devices = [line for line in environment if line.startswith(f"{VISIBLE}=")]
+                    found[pid] = devices[0].partition("=")[2].split(",") if devices else []
+        return found
+
+    def restart_kubelet(self) -> None:
+        """Start the kubelet again, as an upgrade of it does: containers run on, and plugins register again."""
+        self.plugin.close()
+        self.kubelet.stop()
+        (self.folder / "device-plugins" / "kubelet.sock").unlink(missing_ok=True)
+        self.kubelet.start()
+        self.plugin = DevicePlugin(self.folder / "device-plugins", GPU, self._gpus)
+        self.plugin.register()
+
+    def close(self) -> None:
+        """End the kubelet, every container, and all that is mounted."""
+        self.plugin.close()
+        self.kubelet.close()
+        for shim in subprocess.run(
+            ["pgrep", "-f", f"containerd-shim-runc-v2 .*{self.containerd.socket}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(shim), signal.SIGKILL)
+        self.containerd.close()
+        for group in _groups(self._cgroup):
+            _end(group)
+        subprocess.run(["ip", "link", "delete", BRIDGE], check=False, capture_output=True)
+        self._namespace.close()
+
+
+def _groups(name: str) -> list[Path]:
+    """A control group in each hierarchy of this machine."""
+    hierarchies = [CONTROLLERS] if (CONTROLLERS / "cgroup.procs").exists() else list(CONTROLLERS.iterdir())
+    return [hierarchy / name.lstrip("/") for hierarchy in hierarchies if (hierarchy / "cgroup.procs").exists()]
+
+
+def _pids(group: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+    except OSError:  # it has just been removed
+        return []
+
+
+def _end(group: Path) -> None:
+    """Kill what is in a control group, and remove it."""
+
+    def removed() -> bool:
+        folders = [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
+        for pid in {pid for folder in folders for pid in _pids(folder)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # a process in it is not quite gone
+                folder.rmdir()
+        return not group.exists()
+
+    eventually_sync(removed, f"{group} is gone")
