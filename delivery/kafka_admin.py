@@ -33,6 +33,7 @@ from delivery.clients import SILENCE, explain
 from delivery.connection import Connection
 from delivery.kafka_requests import DescribeLogDirs, DescribeTopics, IncrementalAlterConfigs
 from delivery.ledger import Partition
+from delivery.values import Address
 
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
@@ -156,7 +157,7 @@ class Admin:
     async def brokers(self) -> dict[int, str]:
         """The addresses ``HOST:PORT`` of the brokers that are up, by their ids."""
         rows = (await self._client._send_request(DescribeTopics([]))).brokers  # noqa: SLF001
-        return {broker_id: f"{host}:{port}" for broker_id, host, port, _ in rows}
+        return {broker_id: str(Address(host, port)) for broker_id, host, port, _ in rows}
 
     async def names(self) -> list[str]:
         """The names in Kafka of the topics that this client may see."""

@@ -24,6 +24,7 @@ from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from delivery import kafka_errors, tokens
 from delivery.connection import Connection, CredentialsError, Secrets
+from delivery.values import Address
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # between attempts to connect to a broker with a trouble
 _REMEMBERED_S = 20.0  # a trouble is reported for so long after the last attempt to connect
@@ -99,7 +100,7 @@ def trouble(connection: Connection) -> str | None:
     """What a person must mend before all brokers can be reached, as of the last failure; None if nothing is known."""
     since_s = time.monotonic() - _REMEMBERED_S
     troubles = [
-        (broker.failed_s, f"Kafka at {host}:{port}: {broker.trouble}")
+        (broker.failed_s, f"Kafka at {Address(host, port)}: {broker.trouble}")
         for (broker_connection, host, port), broker in _brokers.items()
         if broker_connection == connection and broker.trouble is not None and broker.failed_s >= since_s
     ]
@@ -138,7 +139,7 @@ async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
         options |= {"sasl_plain_username": secrets.username, "sasl_plain_password": secrets.password}
         conn = await create_conn(host, port, **options)
     except (KafkaError, OSError, TimeoutError, CredentialsError, ValueError, KeyError, AssertionError) as error:
-        advertised = None if f"{host}:{port}" in connection.servers.split(",") else host
+        advertised = None if str(Address(host, port)) in connection.servers.split(",") else host
         reason = kafka_errors.of_connecting(
             error, connection, secrets.username, again=broker.failures > 0, advertised=advertised
         )

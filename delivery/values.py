@@ -32,7 +32,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Address(NamedTuple):
-    """The address to listen on. Port 0 is any free one."""
+    """A host and a port. To listen on, port 0 is any free one."""
 
     host: str
     port: int
@@ -120,7 +120,9 @@ def host_ports(text: str) -> str:
     for part in parts:
         host, _, port = part.rpartition(":")
         if not _HOST.fullmatch(host) or not _is_port(port) or port == "0":
-            raise ValueError(f"{part!r} is not HOST:PORT, such as kafka-0:9092 (several are separated by commas)")
+            raise ValueError(
+                f"{part!r} is not HOST:PORT, such as kafka-0:9092 or [fd00::1]:9092 (several are separated by commas)"
+            )
     return ",".join(parts)
 
 
@@ -130,7 +132,10 @@ def listen(text: str) -> Address | None:
         return None
     host, _, port = text.strip().rpartition(":")
     if not _HOST.fullmatch(host) or not _is_port(port):
-        raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9401 (0.0.0.0:9401: every interface), or off")
+        raise ValueError(
+            f"{text!r} is not HOST:PORT, such as 127.0.0.1:9401 (0.0.0.0:9401: every interface;"
+            " IPv6: [::1]:9401), or off"
+        )
     return Address(host.strip("[]"), int(port))
 
 

@@ -33,6 +33,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from delivery.instruments import Instrument, Instruments
+from delivery.listening import bound_host
 from delivery.redaction import redact
 from delivery.values import Address
 
@@ -284,11 +285,12 @@ class _Server(ThreadingWSGIServer):
     request_queue_size = 32
 
     def __init__(self, address: Address) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        host = bound_host(address.host)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._clients: dict[socket.socket, None] = {}  # the oldest first
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
-        super().__init__((address.host, address.port), _Handler)
+        super().__init__((host, address.port), _Handler)
 
     def get_request(self) -> Any:
         """Accepts a client, with the descriptor in reserve if no other is left."""
@@ -348,6 +350,8 @@ class _Server(ThreadingWSGIServer):
 
     def server_bind(self) -> None:
         """Binds, and sets the environment that WSGI needs."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment] # a TCP address
         self.setup_environ()

@@ -18,6 +18,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
+from delivery.listening import bound_host
+from delivery.values import Address
+
 log = logging.getLogger(__name__)
 
 IDLE_S = 20.0
@@ -119,14 +122,20 @@ async def listening(
     accepting: list[asyncio.Future[None]] = []
     try:
         try:
-            bound = await asyncio.get_running_loop().create_server(server, host, port, start_serving=False)
-            listeners = [listener.dup() for listener in bound.sockets]
-            bound.close()
+            if (bind := bound_host(host)) == "::":  # asyncio would take IPv6 only
+                listeners = [socket.create_server((bind, port), family=socket.AF_INET6, dualstack_ipv6=True)]
+                listeners[0].setblocking(False)
+            else:
+                bound = await asyncio.get_running_loop().create_server(server, bind, port, start_serving=False)
+                listeners = [listener.dup() for listener in bound.sockets]
+                bound.close()
             for listener in listeners:
                 listener.listen()
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-            raise ListenError(f"{option}: can't serve on {host}:{port}: {reason}") from error  # asyncio says it twice
+            raise ListenError(
+                f"{option}: can't serve on {Address(host, port)}: {reason}"
+            ) from error  # asyncio says it twice
         accepting = [asyncio.ensure_future(_accept(listener, server, context, clients)) for listener in listeners]
         yield host, listeners[0].getsockname()[1]
     finally:

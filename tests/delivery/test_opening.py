@@ -82,6 +82,12 @@ async def test_an_error_that_must_be_fixed_is_reported_until_a_connection_is_ope
     assert opening.trouble(connection) is None
 
 
+async def test_an_ipv6_broker_is_named_as_it_would_be_typed(broker: Broker, connection: Connection) -> None:
+    broker.password = "another"  # noqa: S105
+    with pytest.raises(opening.Unusable, match=r"Kafka at \[fd00::1\]:1: it does not"):
+        await open_it(connection, "fd00::1")
+
+
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch, pauses_s: list[float]) -> list[float]:
     """The pauses that were requested; none takes time."""

@@ -303,6 +303,21 @@ async def test_an_ipv6_address_is_served() -> None:
         assert (await asyncio.to_thread(_ask, address, "/healthz")).status == 200
 
 
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])  # noqa: S104 - for a moment
+async def test_every_interface_is_of_ipv4_and_ipv6(everywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(_health().answer, Address(everywhere, 0)) as address:
+        assert address is not None
+        for host in ("127.0.0.1", "::1"):
+            assert (await asyncio.to_thread(_ask, Address(host, address.port), "/healthz")).status == 200
+
+    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: False)  # the kernel has no IPv6
+    async with listening(_health().answer, Address(everywhere, 0)) as address:
+        assert address is not None
+        assert (await asyncio.to_thread(_ask, Address("127.0.0.1", address.port), "/healthz")).status == 200
+        with pytest.raises(OSError, match="refused"), socket.create_connection(("::1", address.port)):
+            pass
+
+
 async def test_off_listens_nowhere() -> None:
     async with listening(_health().answer, None) as address:
         assert address is None

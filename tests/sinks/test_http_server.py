@@ -114,3 +114,20 @@ async def test_clients_that_ask_nothing_make_room_for_new_ones_and_one_that_wait
         assert (await asyncio.wait_for(waiting[0].read(), 10)).endswith(b"done")
         for _, opened in (waiting, (reader, writer), *held):
             opened.close()
+
+
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])  # noqa: S104 - for a moment
+async def test_every_interface_is_of_ipv4_and_ipv6(everywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening([], (everywhere, 0), option="--listen") as (_, port):
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"404"
+            writer.close()
+
+    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: False)  # the kernel has no IPv6
+    async with listening([], (everywhere, 0), option="--listen") as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        with pytest.raises(OSError, match="failed"):
+            await asyncio.open_connection("::1", port)
