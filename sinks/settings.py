@@ -7,7 +7,6 @@ A sink that is a folder has its settings in its ``config.py``. Those of ``alertm
 import importlib.util
 import os
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from delivery.settings import (
     Option,
 )
 from topics.alerts import CLOUD_EVENT
+from topics.blake2 import blake2b
 
 ALERTS_PATH = "/api/v2/alerts"
 _LONGEST_RESEND_S = 24 * 3600
@@ -174,7 +174,7 @@ class AlertmanagerSettings(ReceiverSettings):
         """The consumer group of one Alertmanager: the given one if there is only one, else its own."""
         if len(self.urls) == 1:
             return self.group
-        return f"{self.group}-{blake2b(url.encode(), digest_size=4).hexdigest()}"
+        return f"{self.group}-{blake2b(url.encode(), 4).hex()}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,12 @@
 Source: CloudEvents 1.0 and its Kafka protocol binding for the headers, RFC 7693 (BLAKE2) for the id.
 """
 
-from hashlib import blake2b
 from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from topics.alerts import Alert, Fingerprint, Time, milliseconds
+from topics.blake2 import blake2b
 from topics.topic import Cluster, Topic, UInt, Version, about
 
 ActionKind = Literal["event", "scale", "suspend", "deactivate"]
@@ -86,7 +86,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def action_id(alert: Alert, action: str | None) -> str:
     """The id of an action: a hash of the alert's firing and of what is done about it."""
     parts = (alert.cluster, alert.fingerprint, str(milliseconds(alert.starts_at)), action or "")
-    return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+    return blake2b("\0".join(parts).encode(), 8).hex()
 
 
 def kafka_headers(action: Action) -> list[tuple[str, bytes]]:

@@ -6,11 +6,11 @@ for the headers.
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from topics.blake2 import blake2b
 from topics.topic import Cluster, Name, Node, Number, Topic, UInt, Version, about
 
 Severity = Literal["info", "warning", "critical"]  # the severities that a rule may have
@@ -278,7 +278,7 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:
     """The id of an alert: a hash of the rule's name, the node, and the device, pod and key that it is about, if any."""
-    return blake2b("\0".join((name, cluster, node, device, pod_uid, key)).encode(), digest_size=8).hexdigest()
+    return blake2b("\0".join((name, cluster, node, device, pod_uid, key)).encode(), 8).hex()
 
 
 def transition_id(alert: Alert) -> str:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from delivery.kubernetes.events import warning
 from delivery.policies import Bounds, PolicyError, annotation_errors
 from producers.cluster import instruments as own
 from producers.cluster.pods import KnownPod, Pods
+from topics.blake2 import blake2b
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,6 @@ def _sentence(answer: Answer) -> str:
 
 def event(pod: KnownPod, error: PolicyError, now: datetime) -> dict[str, Any]:
     """The Event about a pod and what is wrong with an annotation."""
-    digest = blake2b(f"{pod.uid}\0{error.name}\0{error.text}".encode(), digest_size=8).hexdigest()
+    digest = blake2b(f"{pod.uid}\0{error.name}\0{error.text}".encode(), 8).hex()
     about = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "namespace": pod.namespace, "uid": pod.uid}
     return warning(f"{pod.name[:200]}.{digest}", about, now, reason=REASON, text=error.text, controller="cluster")

@@ -4,9 +4,10 @@ Source: Kubernetes' apimachinery for the alphabet of generated suffixes, which h
 pod template is written in it.
 """
 
-import hashlib
 import random
 import uuid
+
+from topics.blake2 import blake2b
 
 _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 SUFFIXES = len(_ALPHABET) ** 5  # how many suffixes there are
@@ -15,7 +16,7 @@ _SCATTER = 9_999_991  # shares no factor with SUFFIXES, so that no two numbers b
 
 def digest(*parts: object) -> bytes:
     """32 bytes that stand for ``parts``; equal parts give equal bytes on every machine."""
-    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=32).digest()
+    return blake2b("\x1f".join(map(str, parts)).encode(), 32)
 
 
 def generator(*parts: object) -> random.Random:
