@@ -149,12 +149,13 @@ def _secret(option: str, path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        text = path.read_text().strip("\r\n")
+        text = path.read_text(encoding="utf-8-sig").strip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise CredentialsError(f"{option} {path}: {reason}") from None
     if not text:
-        raise CredentialsError(f"{option} {path}: it is empty: write the secret into it")
+        reason = kafka_config.PIPE if path.is_fifo() else "it is empty: write the secret into it"
+        raise CredentialsError(f"{option} {path}: {reason}")
     return text
 
 

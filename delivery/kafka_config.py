@@ -91,6 +91,9 @@ _SETTING = re.compile(r"([^\s=:]*)\s*[=:]\s*(.*)", re.DOTALL)
 _NAME = re.compile(r"[a-z][a-z0-9._-]*")
 _LARGEST_BYTES = 1 << 20
 
+PIPE = "it is a pipe, and this is read again for each connection: write it into a file"
+"""Why nothing is in a file that has no end, as a shell's <(command)."""
+
 
 class KafkaConfig(NamedTuple):
     """A parsed file: ``values`` by our names, and in ``unused`` a text for each line that can't be used.
@@ -117,7 +120,8 @@ def read(path: Path) -> KafkaConfig:
         text = ""
     config = parse(text) if len(content) <= _LARGEST_BYTES else KafkaConfig({}, ())
     if not config.values:
-        raise CredentialsError(f"--kafka-config {path}: not a file of lines such as bootstrap.servers=kafka-0:9092")
+        reason = PIPE if path.is_fifo() else "not a file of lines such as bootstrap.servers=kafka-0:9092"
+        raise CredentialsError(f"--kafka-config {path}: {reason}")
     return config
 
 

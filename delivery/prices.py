@@ -108,7 +108,7 @@ def _document(path: Path) -> Any:
     except TooLarge as error:
         raise PricesError(f"{path}: it is {error}") from error
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")
         return tomllib.loads(text, parse_float=str) if path.suffix == ".toml" else yaml.load(text, _Loader)  # noqa: S506 - it is a safe one
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1

@@ -169,7 +169,7 @@ class Credentials:
         if stamp != self._stamp:
             headers: dict[str, str] = {}
             if secret_file is not None:
-                secret = secret_file.read_text().strip()
+                secret = secret_file.read_text(encoding="utf-8-sig").strip()
                 pair = base64.b64encode(f"{s.basic_auth_user}:{secret}".encode()).decode()
                 headers["Authorization"] = f"Basic {pair}" if s.bearer_token_file is None else f"Bearer {secret}"
             context = None

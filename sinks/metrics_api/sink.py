@@ -154,7 +154,7 @@ class MetricsApiSink:
     def _client_ca(self) -> str | None:
         """The CA of the clients as it is now."""
         if self.settings.client_ca is not None:
-            return self.settings.client_ca.read_text()
+            return self.settings.client_ca.read_text(encoding="utf-8", errors="replace")
         return self._cluster.front_proxy.ca if self._cluster is not None and self._cluster.front_proxy else None
 
     def _names(self) -> frozenset[str]:

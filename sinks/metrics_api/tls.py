@@ -83,7 +83,8 @@ class ServerTls:
         # without a password OpenSSL would ask for it on the terminal
         context.load_cert_chain(self._certificate, self._key, password="")
         if material.client_ca is not None:
-            context.load_verify_locations(cadata=material.client_ca)
+            certificates = material.client_ca.encode("ascii", "ignore").decode()  # the text between them may be any
+            context.load_verify_locations(cadata=certificates)
             context.verify_mode = ssl.CERT_OPTIONAL if self._optional else ssl.CERT_REQUIRED
         return context
 

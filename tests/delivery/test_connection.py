@@ -1,5 +1,8 @@
 """The sources of a connection: options, a cloud's properties file, and secrets that are read when they are needed."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from typing import Any
 import pytest
 
 from delivery.connection import Connection, CredentialsError
+from delivery.kafka_config import PIPE
 from delivery.settings import KafkaSettings
 
 SECRET = "Tr0ub4dor&3"  # noqa: S105
@@ -69,6 +73,32 @@ def test_an_option_wins_over_its_line(files: Files) -> None:
 
     assert (str(connection), connection.security, connection.mechanism) == ("k:1", "sasl-plaintext", "scram-sha-512")
     assert connection.secrets().username == "me"
+
+
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+def test_a_password_is_utf_8_in_any_locale_without_a_byte_order_mark(files: Files, begin: str) -> None:
+    path = files("password", f"{begin}p\u00e4ssword\r\n")
+    script = f"""
+from pathlib import Path
+from delivery.connection import Connection
+connection = Connection("k:1", "sasl-ssl", "plain", username="u", password_file=Path({str(path)!r}))
+assert connection.secrets().password == "p\\u00e4ssword"
+"""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **locale}, check=True)
+
+
+def test_a_pipe_that_has_nothing_more_is_named(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    try:
+        path = Path(f"/dev/fd/{read_end}")
+        connection = Connection("k:1", "sasl-plaintext", "plain", username="u", password_file=path)
+        assert connection.errors() == [f"--kafka-password-file {path}: {PIPE}"]
+        with pytest.raises(CredentialsError, match=f"--kafka-config {path}: {PIPE}"):
+            KafkaSettings(kafka_config=path).connection()
+    finally:
+        os.close(read_end)
 
 
 def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> None:

@@ -45,7 +45,9 @@ def loaded(tmp_path: Path, text: str, name: str = "prices.yaml") -> Prices:
     return load(tmp_path / name)
 
 
-@pytest.mark.parametrize(("text", "name"), [(YAML, "prices.yaml"), (TOML, "prices.toml")])
+@pytest.mark.parametrize(
+    ("text", "name"), [(YAML, "prices.yaml"), (TOML, "prices.toml"), (f"\ufeff{TOML}", "prices.toml")]
+)
 def test_the_first_entry_that_matches_is_the_price(tmp_path: Path, text: str, name: str) -> None:
     prices = loaded(tmp_path, text, name)
     h100, hour = "NVIDIA H100 80GB HBM3", 3_600_000

@@ -309,6 +309,14 @@ def test_an_encrypted_key_is_an_error_and_nobody_is_asked_for_its_password(tmp_p
     assert credentials.current()[1] is not None
 
 
+def test_a_byte_order_mark_is_not_part_of_a_token_or_a_password(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("\ufeffs3cret\r\n", encoding="utf-8")
+    assert Credentials(HttpSettings(bearer_token_file=secret)).current()[0] == {"Authorization": "Bearer s3cret"}
+    basic = HttpSettings(basic_auth_user="me", basic_auth_password_file=secret)
+    assert Credentials(basic).current()[0] == {"Authorization": "Basic bWU6czNjcmV0"}
+
+
 async def test_a_receiver_that_answers_with_what_it_was_sent_shows_no_credentials_to_others(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cretT0ken")
 

@@ -95,6 +95,18 @@ async def test_only_certificates_of_the_clients_ca_come_in_and_only_front_proxie
         assert await ask(address, ours, None, BASE) == "refused"
 
 
+async def test_a_bundle_of_the_clients_cas_may_name_them_in_any_language(
+    tmp_path: Path, authorities: list[Authority]
+) -> None:
+    ours = authorities[0]
+    files = Files(tmp_path, ours, ours)
+    tls = ServerTls(
+        files.certificate, files.key, lambda: f"\ufeff# F\u0151tan\u00fas\u00edtv\u00e1ny\n{files.ca.read_text()}"
+    )
+    async with listening(api().routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context) as address:
+        assert await ask(address, ours, ours.sign("keda")) == 404
+
+
 async def test_if_the_front_proxies_ca_is_also_that_of_users_only_the_front_proxy_may_ask_anything(
     tmp_path: Path, authorities: list[Authority]
 ) -> None:
