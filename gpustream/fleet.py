@@ -317,7 +317,7 @@ class Fleet:
         self._newest_s = max(self._newest_s, at_s)
         if self._newest_s - at_s <= _RATE_S:  # else it is old: its partition was read after another one
             self._arrivals.append((at_s, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
-        while self._newest_s - self._arrivals[0][0] > _RATE_S:
+        while self._arrivals and self._newest_s - self._arrivals[0][0] > _RATE_S:
             self._arrivals.popleft()
         return True
 

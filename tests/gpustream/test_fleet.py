@@ -257,6 +257,14 @@ def test_a_partition_whose_past_is_read_after_anothers_does_not_count_as_ticks_o
     assert fleet.flow().ticks_per_s <= 2 * 6 / 5
 
 
+def test_old_ticks_may_come_when_nothing_has_come_for_some_seconds() -> None:
+    fleet = fleet_of(*[tick(gpu("a"), seq=n) for n in range(1, 101)])
+    fleet.age(120.0)
+    fleet.observe(tick(gpu("b"), node="n2"), 1.0, 1000)
+
+    assert fleet.flow() == Flow(101, 0.0, None)
+
+
 def test_the_time_since_a_pod_has_a_gpu_goes_over_changes_of_others() -> None:
     fleet = fleet_of(
         *[tick(gpu("a", 0.5, *pod_names), seq=n) for n, pod_names in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)]
