@@ -12,7 +12,6 @@ counters with other names, which some profiles have, would have no type.
 """
 
 import asyncio
-import gzip
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -100,8 +99,9 @@ def exposition(
     names: Collection[str] | None = None,
     *,
     utf8: bool = False,
-) -> bytes:
-    """The text of a scrape: every family that has a series, and every series once; of equal series, the first.
+) -> Iterator[bytes]:
+    """The text of a scrape, a family at a time: every family that has a series, and every series once; of equal series,
+    the first.
 
     ``utf8``: names are written as they are, with any characters.
 
@@ -112,17 +112,16 @@ def exposition(
         for row, text, value in zip(series.rows, _label_texts(series, utf8=utf8), values, strict=True):
             if names is None or row.name in names:
                 families.setdefault(_shown(row.name, utf8=utf8, metric=True), (row, {}))[1].setdefault(text, value)
-    lines: list[str] = []
     for shown in sorted(families):
         if given_up():
             raise GivenUp
-        row, samples = families[shown]
-        lines.append(f"# HELP {shown} {row.help.translate(_IN_HELP)}\n# TYPE {shown} {row.kind}\n")
+        row, samples = families.pop(shown)
+        lines = [f"# HELP {shown} {row.help.translate(_IN_HELP)}\n# TYPE {shown} {row.kind}\n"]
         if shown.startswith('"'):  # a quoted name is written among the labels
             lines += [f"{{{shown}{text and ','}{text[1:] or '}'} {_number(value)}\n" for text, value in samples.items()]
         else:
             lines += [f"{shown}{text} {_number(value)}\n" for text, value in samples.items()]
-    return "".join(lines).encode()
+        yield "".join(lines).encode()
 
 
 def _label_texts(series: SeriesSet, *, utf8: bool) -> Sequence[str]:
@@ -189,7 +188,9 @@ class Renderings:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, groups: Sequence[SampleGroup], names: Names, *, utf8: bool) -> bytes:
-        return gzip.compress(exposition(groups, lambda: self._closed, names, utf8=utf8), _LEVEL)
+        packer = zlib.compressobj(_LEVEL, wbits=31)
+        families = exposition(groups, lambda: self._closed, names, utf8=utf8)
+        return b"".join([*map(packer.compress, families), packer.flush()])
 
 
 def pieces(compressed: bytes, *, packed: bool) -> Iterator[bytes]:

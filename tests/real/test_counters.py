@@ -113,7 +113,7 @@ async def test_a_changed_file_is_in_force_without_a_restart(empty_kafka: KafkaSe
 
     async def families() -> list[str]:
         await send(empty_kafka, tick("n-0", next(ticks), "bert"))
-        text = exposition(sink.series()).decode()
+        text = b"".join(exposition(sink.series())).decode()
         return [line for line in text.splitlines() if line.startswith("#")]
 
     async def shows(*names: str) -> bool:

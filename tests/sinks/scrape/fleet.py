@@ -72,7 +72,7 @@ def full_node() -> SeriesTick:
 
 def exposed(groups: Iterable[SampleGroup]) -> str:
     """The text that a scraper gets."""
-    return exposition(groups).decode()
+    return b"".join(exposition(groups)).decode()
 
 
 def types(text: str) -> dict[str, str]:

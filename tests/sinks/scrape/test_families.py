@@ -154,18 +154,18 @@ def test_of_two_devices_with_the_same_labels_the_first_is_shown() -> None:
 def test_names_that_rules_have_made_are_shown_as_the_scraper_takes_them() -> None:
     rows = (Row('k8s.gpu"util', (("9", "x"),), help="busy"), Row("up"))
     group = SampleGroup(SeriesSet((("k8s.pod", "a"),), rows), 0, [1, 2])
-    assert exposition([group], utf8=True).decode() == (
+    assert b"".join(exposition([group], utf8=True)).decode() == (
         '# HELP "k8s.gpu\\"util" busy\n# TYPE "k8s.gpu\\"util" gauge\n{"k8s.gpu\\"util","9"="x","k8s.pod"="a"} 1.0\n'
         '# HELP up \n# TYPE up gauge\nup{"k8s.pod"="a"} 2.0\n'
     )
-    assert exposition([group]).decode() == (
+    assert b"".join(exposition([group])).decode() == (
         '# HELP k8s_gpu_util busy\n# TYPE k8s_gpu_util gauge\nk8s_gpu_util{_9="x",k8s_pod="a"} 1.0\n'
         '# HELP up \n# TYPE up gauge\nup{k8s_pod="a"} 2.0\n'
     )
     colons = [SampleGroup(SeriesSet((("team:name", "a"),), (Row("gpu:util"),)), 0, [1])]
-    assert exposition(colons, utf8=True).splitlines()[-1] == b'gpu:util{"team:name"="a"} 1.0'
-    assert exposition(colons).splitlines()[-1] == b'gpu:util{team_name="a"} 1.0'
-    (family, _) = text_string_to_metric_families(exposition([group], utf8=True).decode())
+    assert b"".join(exposition(colons, utf8=True)).splitlines()[-1] == b'gpu:util{"team:name"="a"} 1.0'
+    assert b"".join(exposition(colons)).splitlines()[-1] == b'gpu:util{team_name="a"} 1.0'
+    (family, _) = text_string_to_metric_families(b"".join(exposition([group], utf8=True)).decode())
     assert [(sample.name, sample.labels) for sample in family.samples] == [('k8s.gpu"util', {"9": "x", "k8s.pod": "a"})]
 
 
@@ -225,5 +225,5 @@ def test_a_rendering_that_nobody_waits_for_is_given_up() -> None:
         return len(checks) > 2
 
     with pytest.raises(GivenUp):
-        exposition(groups_of(full_node()), given_up)
+        list(exposition(groups_of(full_node()), given_up))
     assert len(checks) == 3

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pytest
 from sinks.scrape import exposition
 from sinks.scrape.exposition import PIECE_BYTES, GivenUp, Renderings, pieces
 from sinks.series.model import SampleGroup
-from tests.sinks.scrape.fleet import exposed, full_node, node
+from tests.sinks.scrape.fleet import BERT, EVERY_KEY, exposed, full_node, node
 from tests.sinks.scrape.handler import groups_of
 
 DEVICES = groups_of(full_node())
@@ -31,7 +32,7 @@ class HeldEncoder:
     at_once: int = 0
     most_at_once: int = 0
 
-    def encode(self, groups: Iterable[SampleGroup], *args: Any, **kwargs: Any) -> bytes:
+    def encode(self, groups: Iterable[SampleGroup], *args: Any, **kwargs: Any) -> Iterator[bytes]:
         """Waits for ``go``, then renders."""
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -81,6 +82,21 @@ def test_a_rendering_is_written_in_pieces(size: int, packed: bool) -> None:
 
     assert b"".join(written) == (compressed if packed else text)
     assert max(map(len, written)) <= PIECE_BYTES
+
+
+async def test_a_rendering_takes_less_memory_than_its_text() -> None:
+    devices = [{"uuid": f"GPU-{n}", "index": n, "minor": n, "metrics": EVERY_KEY, "holders": [BERT]} for n in range(8)]
+    groups = [group for n in range(30) for group in groups_of(node(*devices, name=f"gpu-node-{n}"))]
+    with rendering(groups) as renderings:
+        await renderings.compressed()  # from then on the sets keep the texts of their labels
+        tracemalloc.start()
+        try:
+            compressed = await renderings.compressed()
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes < len(gzip.decompress(compressed))
 
 
 async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free(

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -151,7 +151,7 @@ async def test_a_client_that_does_not_take_the_answer_loses_its_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "ANSWER_S", 0.2)
-    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(32 << 20))
+    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: [bytes(32 << 20)])
     async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
         reader, writer = await asyncio.open_connection(*address, limit=1024)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -168,7 +168,7 @@ async def test_clients_that_do_not_take_their_answers_take_no_memory(
 ) -> None:
     """Each asks for something else, so that no two share a rendering."""
     size, clients = 8 << 20, 24
-    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(size))
+    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: [bytes(size)])
     tracemalloc.start()
     try:
         async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
@@ -226,7 +226,7 @@ async def test_a_scrape_that_stopping_overtakes_gets_an_answer_that_says_so_and_
 
     render = exposition.exposition
 
-    def held_encode(*args: Any, **kwargs: Any) -> bytes:
+    def held_encode(*args: Any, **kwargs: Any) -> Iterator[bytes]:
         started.set()
         assert go.wait(30)
         return render(*args, **kwargs)
