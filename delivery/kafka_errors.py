@@ -153,7 +153,8 @@ def _of_network(error: OSError, connection: Connection, advertised: str | None) 
         return f"its name is not resolved ({error.strerror}): look at this machine's name servers, and at {where}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"no file descriptor is left ({error.strerror}): raise the limit, see `ulimit -n`"
-    if advertised in _THIS_MACHINE and not any(host in connection.servers for host in _THIS_MACHINE):
+    hosts = {server.rpartition(":")[0].strip("[]") for server in connection.servers.split(",")}
+    if advertised in _THIS_MACHINE and hosts.isdisjoint(_THIS_MACHINE):
         return "Kafka names itself so, and that is this machine: set its advertised.listeners to an address for clients"
     return None
 

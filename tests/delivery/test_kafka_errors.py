@@ -113,6 +113,12 @@ def test_an_address_that_only_kafka_knows_is_kafkas_to_mend(
     assert expected in (of_connecting(error, PLAIN, advertised=advertised) or "")
 
 
+@pytest.mark.parametrize("server", ["k:1", "[fd00::1]:9092", "kafka.localhost.example:9092"])
+def test_a_kafka_elsewhere_that_names_itself_this_machine_is_to_be_mended(server: str) -> None:
+    trouble = of_connecting(ConnectionRefusedError(), Connection(server), advertised="localhost")
+    assert "set its advertised.listeners" in (trouble or "")
+
+
 @pytest.mark.parametrize("server", ["localhost:9092", "127.0.0.1:19092", "[::1]:9092"])
 def test_a_kafka_on_this_machine_that_is_away_needs_no_fix(server: str) -> None:
     assert of_connecting(ConnectionRefusedError(), Connection(server), advertised="localhost") is None
