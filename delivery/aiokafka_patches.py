@@ -15,22 +15,29 @@ and then it has no partitions. aiokafka ignores that error, and would take the a
 
 A producer compresses at zstd's level 1: our records become no larger than at level 3, in 0.8 of the time.
 
+Another release of aiokafka may have what is changed here otherwise. Then importing this module raises ImportError: a
+change without effect would be noticed only by topics that nobody made, or by records that are lost.
+
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
+import aiokafka
 import aiokafka.admin.client
 import aiokafka.client
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.codec import zstd_encode
 from aiokafka.conn import CloseReason
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError, for_code
+from aiokafka.producer.message_accumulator import MessageAccumulator
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
@@ -38,6 +45,33 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 _OFFSETS_RETRY_S = 0.5
 _OTHER_COORDINATOR = (GroupCoordinatorNotAvailableError.errno, NotCoordinatorForGroupError.errno)
+_BATCHES: Any = sys.modules[DefaultRecordBatchBuilder.__module__]  # compiled, or in Python
+
+_CHANGED: tuple[tuple[Any, str, str], ...] = (
+    (aiokafka.client, "MetadataRequest", "topics, allow_auto_topic_creation"),
+    (aiokafka.admin.client, "MetadataRequest", "topics, allow_auto_topic_creation"),
+    (AIOKafkaClient, "_metadata_update", "self, cluster_metadata, topics"),
+    (AIOKafkaClient, "send", "self, node_id, request, group"),
+    (AIOKafkaClient, "_get_conn", "self, node_id, group, no_hint"),
+    (GroupCoordinator, "_send_req", "self, request"),
+    (GroupCoordinator, "_do_commit_offsets", "self, assignment, offsets"),
+    (_BATCHES, "zstd_encode", "payload, level"),
+)
+"""What is replaced below: where it is, its name, and its parameters."""
+
+_SET = ((MessageAccumulator, "_batch_ttl"), (Fetcher, "_fetch_min_bytes"), (GroupCoordinator, "_group_instance_id"))
+"""Private attributes that :mod:`delivery.clients` and :mod:`delivery.group` set."""
+
+_missing = [
+    f"{owner.__name__}.{name}({parameters})"
+    for owner, name, parameters in _CHANGED
+    if not hasattr(owner, name) or ", ".join(inspect.signature(getattr(owner, name)).parameters) != parameters
+] + [f"{owner.__name__}.{name}" for owner, name in _SET if name not in owner.__init__.__code__.co_names]
+if _missing:
+    raise ImportError(
+        f"aiokafka {aiokafka.__version__} does not have {' and '.join(_missing)}, which gpustream changes:"
+        " aiokafka 0.14.0 is the one to install"
+    )
 
 
 class _NoNewTopics(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
@@ -127,6 +161,4 @@ GroupCoordinator._do_commit_offsets = _commit_offsets  # noqa: SLF001 - likewise
 
 
 _ZSTD_LEVEL = 1
-sys.modules[DefaultRecordBatchBuilder.__module__].zstd_encode = partial(  # type: ignore[attr-defined] # likewise
-    zstd_encode, level=_ZSTD_LEVEL
-)
+_BATCHES.zstd_encode = partial(zstd_encode, level=_ZSTD_LEVEL)

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import struct
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -182,3 +184,35 @@ async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten
         assert await client._get_conn(0) is None
         assert transport.is_closing()
         await client.close()
+
+
+@pytest.mark.slow
+def test_an_aiokafka_without_what_is_changed_is_refused_at_the_start_with_its_version_and_what_is_missing() -> None:
+    changes = (
+        "aiokafka.admin.client.MetadataRequest = dict.fromkeys",
+        "AIOKafkaClient._get_conn = lambda self, node: None",
+        "del GroupCoordinator._do_commit_offsets",
+        "MessageAccumulator.__init__ = lambda self: None",
+    )
+    program = f"""
+import aiokafka.admin.client
+from aiokafka.client import AIOKafkaClient
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.producer.message_accumulator import MessageAccumulator
+
+for change in {changes!r}:
+    exec(change)
+try:
+    import delivery.clients
+except ImportError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert said == (
+        f"aiokafka {aiokafka.__version__} does not have"
+        " aiokafka.admin.client.MetadataRequest(topics, allow_auto_topic_creation) and"
+        " AIOKafkaClient._get_conn(self, node_id, group, no_hint) and"
+        " GroupCoordinator._do_commit_offsets(self, assignment, offsets) and"
+        " MessageAccumulator._batch_ttl, which gpustream changes: aiokafka 0.14.0 is the one to install"
+    )
