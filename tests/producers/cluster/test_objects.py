@@ -1,9 +1,12 @@
 """Objects are read as the API server writes them; a malformed object is not taken for an empty one."""
 
-import sys
+import json
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from producers.cluster import objects
 from producers.cluster.objects import UndecodableObject, controller, decode, milliseconds
@@ -50,12 +53,34 @@ def test_a_malformed_pod_is_undecodable(mangled: bytes) -> None:
         decode(_POD, mangled)
 
 
-@pytest.mark.parametrize("levels", [2_000, 5_000])
+@pytest.mark.parametrize("levels", [2_000, 20_000])
 def test_an_object_is_read_that_is_nested_deeper_than_python_reads(levels: int) -> None:
-    limit = sys.getrecursionlimit()
-    nested = raw(pod_json("bert-0", "u1"))[:-1] + b', "x": ' + b'{"a":' * levels + b"1" + b"}" * levels + b"}"
-    assert decode(_POD, nested).metadata.uid == "u1"
-    assert sys.getrecursionlimit() == limit
+    labels = {"app": '"]}\\'}
+    nested = b'{"a": "]}", "b":' * levels + b"1" + b"}" * levels
+    for rest in (b', "x": ' + nested, b', "x": [' + nested + b", " + nested + b"]"):
+        read = decode(_POD, raw(pod_json("bert-0", "u1", labels=labels))[:-1] + rest + b"}")
+        assert (read.metadata.uid, read.metadata.labels) == ("u1", labels)
+
+
+json_values = st.recursive(
+    st.none() | st.integers() | st.text('"\\[]{},: a'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\[]{},: a'), inner),
+    max_leaves=20,
+)
+
+
+@given(json_values, st.integers(1, 5))
+def test_what_is_nested_too_deeply_is_null_and_the_rest_as_it_was(value: Any, deepest: int) -> None:
+    def expected(value: Any, depth: int) -> Any:
+        if not isinstance(value, list | dict):
+            return value
+        if depth == deepest:
+            return None
+        if isinstance(value, list):
+            return [expected(item, depth + 1) for item in value]
+        return {key: expected(item, depth + 1) for key, item in value.items()}
+
+    assert json.loads(objects.shallow(raw(value), deepest)) == expected(value, 0)
 
 
 def test_the_identity_of_a_pod_is_read_though_the_rest_is_malformed() -> None:
