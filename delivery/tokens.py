@@ -104,7 +104,7 @@ async def _from_aws(connection: Connection) -> Token:
     if region is None:
         raise CredentialsError("aws-msk-iam: the region is not known: set AWS_REGION")
     try:
-        signer = importlib.import_module("aws_msk_iam_sasl_signer").MSKAuthTokenProvider
+        signer = importlib.import_module("aws_msk_iam_sasl_signer.MSKAuthTokenProvider")
         text, expires_ms = await asyncio.to_thread(signer.generate_auth_token, region)
     except ImportError:
         raise CredentialsError("aws-msk-iam: run `pip install 'gpustream[msk]'` first") from None

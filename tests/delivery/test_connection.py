@@ -1,5 +1,6 @@
 """The sources of a connection: options, a cloud's properties file, and secrets that are read when they are needed."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -117,10 +118,6 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
         ({"kafka_password_file": None}, "--kafka-password-file: missing: --kafka-sasl-mechanism scram-sha-512"),
         ({"kafka_password_file": Path("/nowhere")}, "--kafka-password-file /nowhere: No such file or directory"),
         ({"kafka_sasl_mechanism": "oauthbearer"}, "--kafka-oauth-token-endpoint: missing"),
-        (
-            {"kafka_sasl_mechanism": "aws-msk-iam"},
-            "--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'`",
-        ),
         ({"kafka_security": "ssl"}, "--kafka-sasl-mechanism: it is of no use without a login"),
         ({"kafka_ca": Path("/ca")}, "--kafka-ca: it is of no use without TLS: --kafka-security ssl or sasl-ssl"),
         ({"kafka_security": "tls"}, "--kafka-security: 'tls' is not one of plaintext, ssl"),
@@ -129,6 +126,16 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
 )
 def test_an_error_names_its_option_and_what_to_do(files: Files, changed: dict[str, Any], error: str) -> None:
     assert login(files, **changed).errors()[0].startswith(error)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    errors = login(files, kafka_sasl_mechanism="aws-msk-iam").errors()
+    missing = "--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'` first"
+    assert (missing in errors) is not installed
 
 
 def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> None:

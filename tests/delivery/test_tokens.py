@@ -125,11 +125,19 @@ async def test_an_endpoint_that_is_away_is_named(endpoint: Endpoint, tmp_path: P
         await tokens.token(client(endpoint, tmp_path))
 
 
-async def test_an_aws_role_gets_a_token_of_the_brokers_region(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_aws_role_gets_a_token_of_the_brokers_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
-    signer = SimpleNamespace(generate_auth_token=lambda region: (f"of {region}", 9_999_999_999_000))
-    monkeypatch.setitem(sys.modules, "aws_msk_iam_sasl_signer", SimpleNamespace(MSKAuthTokenProvider=signer))
+    package = tmp_path / "aws_msk_iam_sasl_signer"  # as AWS made it: the package itself imports nothing
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "MSKAuthTokenProvider.py").write_text(
+        "def generate_auth_token(region, aws_debug_creds=False): return f'of {region}', 9_999_999_999_000\n"
+    )
+    for module in (package.name, f"{package.name}.MSKAuthTokenProvider"):
+        monkeypatch.setitem(sys.modules, module, None)  # so that it is removed after the test
+        del sys.modules[module]
+    monkeypatch.syspath_prepend(tmp_path)
     connection = Connection("b-1.c.kafka.eu-central-1.amazonaws.com:9098", mechanism="aws-msk-iam")
 
     assert await tokens.token(connection) == "of eu-central-1"
@@ -137,7 +145,9 @@ async def test_an_aws_role_gets_a_token_of_the_brokers_region(monkeypatch: pytes
         await tokens.token(Connection("k:1", mechanism="aws-msk-iam"))
 
 
-async def test_without_the_extra_the_error_says_how_to_install_it() -> None:
+async def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aws_msk_iam_sasl_signer", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "aws_msk_iam_sasl_signer.MSKAuthTokenProvider", raising=False)
     connection = Connection("b-1.c.kafka.us-gov-west-1.amazonaws.com:9098", mechanism="aws-msk-iam")
     with pytest.raises(CredentialsError, match=r"pip install 'gpustream\[msk\]'"):
         await tokens.token(connection)
