@@ -397,7 +397,7 @@ def in_prometheus(installed: Installed) -> dict[str, tuple[str | None, str | Non
 
 def test_the_gpus_of_a_pod_are_its_own_in_prometheus_and_its_deployments(installed: Installed) -> None:
     pod = installed.train()["metadata"]
-    held = next(iter(installed.node.processes(pod["uid"]).values()))
+    held = next(filter(None, installed.node.processes(pod["uid"]).values()))
     with installed.nvml.at_once():
         for number, uuid in enumerate(GPUS):
             installed.nvml.set(number, memory_used=BASE_BYTES if uuid in held else 0)
@@ -409,7 +409,7 @@ def test_the_gpus_of_a_pod_are_its_own_in_prometheus_and_its_deployments(install
 def test_the_producer_finds_the_pod_of_a_process_on_a_gpu_that_the_pod_was_not_given(installed: Installed) -> None:
     """By the host's process ids and control groups, out of a container that has neither."""
     pod = installed.train()["metadata"]
-    pid, held = next(iter(installed.node.processes(pod["uid"]).items()))
+    pid, held = next((pid, uuids) for pid, uuids in installed.node.processes(pod["uid"]).items() if uuids)
     other = next(number for number, uuid in enumerate(GPUS) if uuid not in held)
     installed.nvml.processes(other, [(pid, BASE_BYTES)])
 
