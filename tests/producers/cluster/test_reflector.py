@@ -264,7 +264,7 @@ async def test_an_object_that_is_nested_deeper_than_python_reads_is_listed_and_w
 
     def deep(name: str, version: int) -> bytes:
         metadata = {"name": name, "uid": name, "resourceVersion": str(version)}
-        nested = b"[" * 5000 + b"]" * 5000
+        nested = b"[" * 50_000 + b"]" * 50_000
         return b'{"metadata": ' + json.dumps(metadata).encode() + b', "spec": ' + nested + b"}"
 
     async def page(request: Request, reply: Reply) -> None:
@@ -404,7 +404,6 @@ async def test_no_object_is_missing_in_a_list_because_its_line_is_too_long(serve
         (streams(b'"\xff\xfe"\n'), "garbage"),
         (streams(b'{"type": "\xff", "object": {}}\n'), "garbage"),
         (streams(b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "\xff"}}}\n'), "garbage"),
-        (streams(b'{"type": "ADDED", "object": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n"), "garbage"),
         (streams(b'{"type": "BOOKMARK", "object": {"metadata": {}}}\n'), "garbage"),
         (streams(b'{"type": "BOOKMARK", "object": null}\n'), "garbage"),
         (streams(b'{"type": "ADDED", "obj'), "cut"),
