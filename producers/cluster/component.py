@@ -47,6 +47,8 @@ PATHS = {
     "devicetaintrules": "/apis/resource.k8s.io/v1/devicetaintrules",
 }
 OLDER_PATHS = {  # of resources that an older API server serves only under another version
+    "resourceslices": ("/apis/resource.k8s.io/v1beta2/resourceslices", "/apis/resource.k8s.io/v1beta1/resourceslices"),
+    "resourceclaims": ("/apis/resource.k8s.io/v1beta2/resourceclaims", "/apis/resource.k8s.io/v1beta1/resourceclaims"),
     "devicetaintrules": ("/apis/resource.k8s.io/v1beta2/devicetaintrules",),
 }
 

@@ -40,13 +40,14 @@ def known_slice(resource_slice: ResourceSlice) -> KnownSlice:
     devices: dict[str, list[DraDevice]] = {}
     taints: dict[str, list[str]] = {}
     for device in resource_slice.spec.devices or ():
-        uuid = (device.attributes or {}).get("uuid")
-        node = device.node_name or resource_slice.spec.node_name
+        said = device.basic or device
+        uuid = (said.attributes or {}).get("uuid")
+        node = said.node_name or resource_slice.spec.node_name
         if node and uuid and uuid.string:
             parts = (resource_slice.spec.driver, resource_slice.spec.pool.name, device.name, uuid.string)
             devices.setdefault(node, []).append(DraDevice(*map(shortened, parts)))
-            if device.taints:
-                taints[shortened(device.name)] = [taint_text(taint) for taint in device.taints]
+            if said.taints:
+                taints[shortened(device.name)] = [taint_text(taint) for taint in said.taints]
     return KnownSlice(
         (resource_slice.spec.driver, resource_slice.spec.pool.name),
         resource_slice.spec.pool.generation,

@@ -5,7 +5,7 @@ GPUs; and the labels and annotations that an allow-list names, within bounds. Ev
 managedFields first of all. Lists and maps may be null, because Go writes empty ones so. Tenants write the labels and
 annotations of their pods, so what is kept of one pod is limited. All of it is pure.
 On failure: :class:`UndecodableObject`.
-Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io.
+Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io; of the last one also v1beta2 and v1beta1.
 """
 
 import re
@@ -177,13 +177,19 @@ class DeviceTaint(msgspec.Struct, frozen=True):
     value: str | None = None
 
 
-class SliceDevice(msgspec.Struct, frozen=True, rename="camel"):
-    """A device of a resource slice; it has a ``node_name`` if each device of the slice has its own."""
+class BasicDevice(msgspec.Struct, frozen=True, rename="camel"):
+    """What a slice says of a device; it has a ``node_name`` if each device of the slice has its own."""
 
-    name: str
     attributes: dict[str, Attribute] | None = None
     node_name: str | None = None
     taints: list[DeviceTaint] | None = None
+
+
+class SliceDevice(BasicDevice, frozen=True, kw_only=True):
+    """A device of a resource slice. Version v1beta1 has all but its name in ``basic``."""
+
+    name: str
+    basic: BasicDevice | None = None
 
 
 class Pool(msgspec.Struct, frozen=True, rename="camel"):

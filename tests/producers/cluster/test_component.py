@@ -115,6 +115,21 @@ async def test_each_node_is_reported_with_its_pods_labels_and_devices(tmp_path: 
     assert replica.records("n2")[0]["pods"] == []
 
 
+@pytest.mark.parametrize("version", ["v1beta2", "v1beta1"])
+async def test_slices_and_claims_of_an_older_api_server_are_those_of_its_version(tmp_path: Path, version: str) -> None:
+    server, slice_of_node = cluster_of("n1"), slice_json()
+    if version == "v1beta1":
+        for device in slice_of_node["spec"]["devices"]:
+            device["basic"] = {"attributes": device.pop("attributes")}
+    server.objects[SLICES.replace("v1", version)] = {"s": slice_of_node}
+    server.objects[CLAIMS.replace("v1", version)] = {"monitor": claim_json()}
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.records)
+
+    assert [device["uuid"] for device in replica.records()[0]["dra_devices"]] == ["GPU-a", "GPU-b"]
+    assert [claim["claim"] for claim in replica.records()[0]["admin_claims"]] == ["monitor"]
+
+
 async def test_annotations_that_are_allowed_are_reported_beside_those_that_gpustream_needs(tmp_path: Path) -> None:
     server = cluster_of("n1")
     needed = {"gpustream.dev/idle-after": "2h", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,500,5:;"}

@@ -3,11 +3,13 @@ remembered for as long as a kubelet may report it."""
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from producers.cluster import objects
 from producers.cluster.devices import AdminClaim, Claims, Slices, known_claim, known_slice
 from producers.cluster.pods import KEPT_MS
-from tests.producers.cluster.kubernetes_objects import claim, slice_
+from tests.producers.cluster.kubernetes_objects import claim, slice_, slice_json
 from topics.allocations import Claim
 
 POOL = ("gpu.nvidia.com", "n1")
@@ -35,6 +37,19 @@ def test_a_device_without_a_uuid_is_left_out() -> None:
     put_slice(slices, uuids=[None, "GPU-b", ""])
 
     assert slice_devices(slices) == [("gpu-1", "GPU-b")]
+
+
+def test_what_v1beta1_has_under_basic_is_the_devices() -> None:
+    taint = {"key": "example.com/xid", "value": "79", "effect": "NoSchedule"}
+    written = slice_json(node=None, pool="shared", uuids=["GPU-a"], taints=[taint])
+    (device,) = written["spec"]["devices"]
+    basic = {"attributes": device.pop("attributes"), "taints": device.pop("taints"), "nodeName": "n1"}
+    written["spec"]["devices"] = [device | {"basic": basic}]
+    slices = Slices()
+    slices.put("u", known_slice(msgspec.convert(written, objects.ResourceSlice)))
+
+    ((found, taints),) = slices.of_node("n1").items()
+    assert (found.uuid, taints) == ("GPU-a", ["example.com/xid=79:NoSchedule"])
 
 
 def test_only_the_highest_generation_of_a_pool_counts() -> None:
@@ -73,8 +88,7 @@ def test_a_pool_may_have_several_slices_and_a_node_several_pools() -> None:
 def test_the_devices_of_one_slice_may_be_of_several_nodes() -> None:
     part = slice_(node=None, pool="shared")
     spread = part.spec.devices or []
-    by_node = [type(device)(device.name, device.attributes, f"n{number}") for number, device in enumerate(spread)]
-    spread[:] = by_node
+    spread[:] = [msgspec.structs.replace(device, node_name=f"n{number}") for number, device in enumerate(spread)]
     slices = Slices()
     slices.put("u", known_slice(part))
 
