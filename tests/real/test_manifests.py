@@ -370,6 +370,14 @@ def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_t
     assert of_overlay == other
 
 
+def test_the_readmes_patch_gives_every_pod_the_address_of_a_kafka_by_strimzi_elsewhere(overlay: Render) -> None:
+    (patch,) = examples("kafka-kafka-bootstrap.kafka")
+    manifests = overlay(with_components("strimzi") | patch)
+    (options,) = [manifest for manifest in manifests if "GPUSTREAM_KAFKA" in manifest.get("data", ())]
+    assert options["data"]["GPUSTREAM_KAFKA"] == "kafka-kafka-bootstrap.kafka:9093"
+    assert all(options["metadata"]["name"] in config_maps_named_in(pod) for pod in templates(manifests))
+
+
 def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_components_add(overlay: Render) -> None:
     for pod in templates(overlay(with_components("webhook", "scrape", "metrics-api", "kafka-security", "openshift"))):
         context, name = pod["spec"]["securityContext"], pod["metadata"]["labels"]["app.kubernetes.io/component"]
