@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -430,7 +431,7 @@ class Node:
 
     def __init__(self, directory: Path, api: ApiServer, gpus: Sequence[str], *gates: str) -> None:
         self.api, self.folder = api, directory / "kubelet"
-        self._cgroup = f"/gpustream-{os.getpid()}"
+        self._cgroup = f"/gpustream-{uuid.uuid4().hex[:8]}"
         self._namespace = Namespace(self.folder)
         self.containerd = Containerd(directory / "containerd", self._namespace)
         self.kubelet = Kubelet(directory / "node", api, self.containerd, self._cgroup, *gates)
