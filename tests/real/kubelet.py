@@ -45,7 +45,7 @@ SLEEPER = "trap 'exit 0' TERM; while :; do sleep 1 & wait; done"
 """What a container does: it waits until it is stopped."""
 
 INSTALLED = "/opt/gpustream"
-"""Where that is in its image."""
+"""Where gpustream is in its image."""
 
 BRIDGE, HOST = "gpustream0", "10.213.0.1"
 """What connects the pods, and this machine's address on it."""
@@ -56,7 +56,8 @@ SERVICE = "10.0.0.1"
 _PLUGINS = Path("/var/lib/kubelet/device-plugins")
 """Where the kubelet looks for device plugins, whatever its own folder is."""
 
-CONTROLLERS = Path("/sys/fs/cgroup")
+_HIERARCHIES = Path("/sys/fs/cgroup")
+"""Where control groups are: one hierarchy, or, with version 1, some in folders of it."""
 
 
 def find_kubelet() -> Path:
@@ -344,15 +345,13 @@ class Scheduler(Server):
 
 
 class DevicePlugin:
-    """A device plugin in this process: the devices of one resource, all healthy unless a test says otherwise."""
+    """A device plugin in this process: the devices of one resource, which are all well."""
 
     def __init__(self, plugins: Path, resource: str, devices: Sequence[str]) -> None:
         self._messages = compiled(Path(__file__).with_name("deviceplugin.proto"))
         self._plugins, self._resource = plugins, resource
         self._endpoint = f"{resource.replace('/', '-')}.sock"
-        self._devices = dict.fromkeys(devices, "Healthy")
-        self._changed = threading.Condition()
-        self._open = True
+        self._devices, self._closed = devices, threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=4))
         messages, unary = self._messages, grpc.unary_unary_rpc_method_handler
         handlers = {
@@ -374,24 +373,11 @@ class DevicePlugin:
         }
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", handlers)])
 
-    def set_health(self, device: str, health: str) -> None:
-        """Say that a device is ``Healthy`` or ``Unhealthy``."""
-        with self._changed:
-            self._devices[device] = health
-            self._changed.notify_all()
-
     def _list(self) -> Iterator[Any]:
-        """All devices, and again whenever one has changed."""
-        last_sent: dict[str, str] = {}
-        while self._open:
-            with self._changed:
-                devices = dict(self._devices)
-                if devices == last_sent:
-                    self._changed.wait()
-                    continue
-            last_sent = devices
-            listed = [self._messages.Device(ID=name, health=health) for name, health in devices.items()]
-            yield self._messages.ListAndWatchResponse(devices=listed)
+        """All devices; the stream is open until the plugin ends."""
+        listed = [self._messages.Device(ID=device, health="Healthy") for device in self._devices]
+        yield self._messages.ListAndWatchResponse(devices=listed)
+        self._closed.wait()
 
     def _allocate(self, request: Any) -> Any:
         responses = [
@@ -402,15 +388,14 @@ class DevicePlugin:
 
     def register(self) -> None:
         """Tell the kubelet of it. A kubelet that starts again has to be told again."""
-        eventually_sync(
-            (self._plugins / "kubelet.sock").exists, "the kubelet takes plugins"
-        )  # it has emptied the folder
+        its_socket = self._plugins / "kubelet.sock"
+        eventually_sync(its_socket.exists, "the kubelet has emptied the folder, and takes plugins")
         self._server.add_insecure_port(f"unix://{self._plugins / self._endpoint}")
         self._server.start()
         request = self._messages.RegisterRequest(
             version="v1beta1", endpoint=self._endpoint, resource_name=self._resource
         )
-        with grpc.insecure_channel(f"unix://{self._plugins / 'kubelet.sock'}") as channel:
+        with grpc.insecure_channel(f"unix://{its_socket}") as channel:
             register = channel.unary_unary(
                 "/v1beta1.Registration/Register",
                 request_serializer=self._messages.RegisterRequest.SerializeToString,
@@ -420,9 +405,7 @@ class DevicePlugin:
 
     def close(self) -> None:
         """Stop serving."""
-        with self._changed:
-            self._open = False
-            self._changed.notify_all()
+        self._closed.set()
         self._server.stop(None).wait()
 
 
@@ -472,8 +455,8 @@ class Node:
         status: Json = answer.body["status"] if answer.status == 200 else {}
         return status
 
-    def run(self, name: str, *, gpus: int = 0, namespace: str = "ml", command: str = SLEEPER, **spec: Any) -> str:
-        """Create a pod of one container, which runs a shell command; returns its uid. ``spec``: more of its spec."""
+    def run(self, name: str, *, gpus: int = 0, namespace: str = "ml", command: str = SLEEPER) -> str:
+        """Create a pod of one container, which runs a shell command; returns its uid."""
         container: Json = {"name": "main", "image": IMAGE, "imagePullPolicy": "Never", "args": [command]}
         container |= {"command": ["/bin/sh", "-c"], "resources": {"limits": {GPU: str(gpus)}} if gpus else {}}
         pod = {
@@ -485,8 +468,7 @@ class Node:
                 "restartPolicy": "Never",
                 "terminationGracePeriodSeconds": 2,
                 "containers": [container],
-            }
-            | spec,
+            },
         }
         return str(self.api.create(pod)["metadata"]["uid"])
 
@@ -548,7 +530,7 @@ class Node:
 
 def _groups(name: str) -> list[Path]:
     """A control group in each hierarchy of this machine."""
-    hierarchies = [CONTROLLERS] if (CONTROLLERS / "cgroup.procs").exists() else list(CONTROLLERS.iterdir())
+    hierarchies = [_HIERARCHIES] if (_HIERARCHIES / "cgroup.procs").exists() else list(_HIERARCHIES.iterdir())
     return [hierarchy / name.lstrip("/") for hierarchy in hierarchies if (hierarchy / "cgroup.procs").exists()]
 
 
