@@ -22,7 +22,7 @@ import sys
 import tarfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -344,69 +344,129 @@ class Scheduler(Server):
         return listens(self.ports[0].number)
 
 
+def _messages() -> Any:
+    return compiled(Path(__file__).with_name("plugins.proto"))
+
+
+def _serve(path: Path, services: Mapping[str, Mapping[str, tuple[Callable[[Any], Any], Any]]]) -> grpc.Server:
+    """A gRPC server: by service and method, what answers a request, and the request's message. What returns an iterator
+    is a stream."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    for service, methods in services.items():
+        handlers: dict[str, Any] = {}
+        for method, (answer, request) in methods.items():
+            kind = grpc.unary_stream_rpc_method_handler if method == STREAM else grpc.unary_unary_rpc_method_handler
+            handlers[method] = kind(
+                lambda message, _context, answer=answer: answer(message),
+                request.FromString,
+                lambda message: message.SerializeToString(),
+            )
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    server.add_insecure_port(f"unix://{path}")
+    server.start()
+    return server
+
+
+STREAM = "ListAndWatch"
+
+
 class DevicePlugin:
     """A device plugin in this process: the devices of one resource, which are all well."""
 
     def __init__(self, plugins: Path, resource: str, devices: Sequence[str]) -> None:
-        self._messages = compiled(Path(__file__).with_name("deviceplugin.proto"))
-        self._plugins, self._resource = plugins, resource
+        self._plugins, self._resource, self._devices = plugins, resource, devices
         self._endpoint = f"{resource.replace('/', '-')}.sock"
-        self._devices, self._closed = devices, threading.Event()
-        self._server = grpc.server(ThreadPoolExecutor(max_workers=4))
-        messages, unary = self._messages, grpc.unary_unary_rpc_method_handler
-        handlers = {
-            "GetDevicePluginOptions": unary(
-                lambda _request, _context: messages.DevicePluginOptions(),
-                messages.Empty.FromString,
-                messages.DevicePluginOptions.SerializeToString,
-            ),
-            "ListAndWatch": grpc.unary_stream_rpc_method_handler(
-                lambda _request, _context: self._list(),
-                messages.Empty.FromString,
-                messages.ListAndWatchResponse.SerializeToString,
-            ),
-            "Allocate": unary(
-                lambda request, _context: self._allocate(request),
-                messages.AllocateRequest.FromString,
-                messages.AllocateResponse.SerializeToString,
-            ),
-        }
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", handlers)])
+        self._closed = threading.Event()
+        self._server: grpc.Server | None = None
 
     def _list(self) -> Iterator[Any]:
         """All devices; the stream is open until the plugin ends."""
-        listed = [self._messages.Device(ID=device, health="Healthy") for device in self._devices]
-        yield self._messages.ListAndWatchResponse(devices=listed)
+        messages = _messages()
+        listed = [messages.Device(ID=device, health="Healthy") for device in self._devices]
+        yield messages.ListAndWatchResponse(devices=listed)
         self._closed.wait()
 
     def _allocate(self, request: Any) -> Any:
+        messages = _messages()
         responses = [
-            self._messages.ContainerAllocateResponse(envs={VISIBLE: ",".join(asked.devices_ids)})
+            messages.ContainerAllocateResponse(envs={VISIBLE: ",".join(asked.devices_ids)})
             for asked in request.container_requests
         ]
-        return self._messages.AllocateResponse(container_responses=responses)
+        return messages.AllocateResponse(container_responses=responses)
 
     def register(self) -> None:
         """Tell the kubelet of it. A kubelet that starts again has to be told again."""
-        its_socket = self._plugins / "kubelet.sock"
+        messages, its_socket = _messages(), self._plugins / "kubelet.sock"
         eventually_sync(its_socket.exists, "the kubelet has emptied the folder, and takes plugins")
-        self._server.add_insecure_port(f"unix://{self._plugins / self._endpoint}")
-        self._server.start()
-        request = self._messages.RegisterRequest(
-            version="v1beta1", endpoint=self._endpoint, resource_name=self._resource
-        )
+        methods = {
+            "GetDevicePluginOptions": (lambda _: messages.DevicePluginOptions(), messages.Empty),
+            STREAM: (lambda _: self._list(), messages.Empty),
+            "Allocate": (self._allocate, messages.AllocateRequest),
+        }
+        self._server = _serve(self._plugins / self._endpoint, {"v1beta1.DevicePlugin": methods})
+        request = messages.RegisterRequest(version="v1beta1", endpoint=self._endpoint, resource_name=self._resource)
         with grpc.insecure_channel(f"unix://{its_socket}") as channel:
-            register = channel.unary_unary(
-                "/v1beta1.Registration/Register",
-                request_serializer=self._messages.RegisterRequest.SerializeToString,
-                response_deserializer=self._messages.Empty.FromString,
-            )
-            register(request, wait_for_ready=True, timeout=30)
+            register: Any = channel.unary_unary("/v1beta1.Registration/Register")
+            register(request.SerializeToString(), wait_for_ready=True, timeout=30)
 
     def close(self) -> None:
         """Stop serving."""
         self._closed.set()
-        self._server.stop(None).wait()
+        if self._server is not None:
+            self._server.stop(None).wait()
+
+
+class DraDriver:
+    """A driver for dynamic resource allocation in this process: each claim has the device that the scheduler chose.
+
+    ``folder`` is the kubelet's; ``chosen`` returns the pool and the device of a claim, by namespace and name.
+    """
+
+    def __init__(self, folder: Path, name: str, chosen: Callable[[str, str], tuple[str, str]]) -> None:
+        self._folder, self._name, self._chosen = folder, name, chosen
+        self._servers: list[grpc.Server] = []
+
+    def __enter__(self) -> Self:
+        messages = _messages()
+        inside = _PLUGINS.parent / "plugins" / self._name / "dra.sock"
+        info = messages.PluginInfo(
+            type="DRAPlugin", name=self._name, endpoint=str(inside), supported_versions=["v1.DRAPlugin"]
+        )
+        registration = {
+            "GetInfo": (lambda _: info, messages.InfoRequest),
+            "NotifyRegistrationStatus": (
+                lambda _: messages.RegistrationStatusResponse(),
+                messages.RegistrationStatus,
+            ),
+        }
+        methods = {
+            "NodePrepareResources": (self._prepare, messages.ClaimsRequest),
+            "NodeUnprepareResources": (
+                lambda request: messages.ClaimsResponse(
+                    claims={claim.uid: messages.PreparedClaim() for claim in request.claims}
+                ),
+                messages.ClaimsRequest,
+            ),
+        }
+        service = {"k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin": methods}
+        self._servers.append(_serve(self._folder / "plugins" / self._name / "dra.sock", service))
+        its_socket = self._folder / "plugins_registry" / f"{self._name}-reg.sock"
+        self._servers.append(_serve(its_socket, {"pluginregistration.Registration": registration}))
+        return self
+
+    def _prepare(self, request: Any) -> Any:
+        messages, claims = _messages(), {}
+        for claim in request.claims:
+            pool, device = self._chosen(claim.namespace, claim.name)
+            claims[claim.uid] = messages.PreparedClaim(
+                devices=[messages.PreparedDevice(request_names=["gpu"], pool_name=pool, device_name=device)]
+            )
+        return messages.ClaimsResponse(claims=claims)
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.stop(None).wait()
 
 
 class Node:

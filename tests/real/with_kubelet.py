@@ -33,7 +33,9 @@ from tests.real.kubelet import (
     GPU,
     HOST,
     IMAGE,
+    NAME,
     SLEEPER,
+    DraDriver,
     Forwarder,
     Node,
     Scheduler,
@@ -429,6 +431,45 @@ def test_the_producer_finds_the_pod_of_a_process_on_a_gpu_that_the_pod_was_not_g
         eventually_sync(found, "the reading says whose process it is")
     finally:
         installed.nvml.processes(other, [])
+
+
+def test_a_pod_with_a_resource_claim_holds_the_device_that_the_scheduler_chose(installed: Installed) -> None:
+    api, name, driver = installed.api, "one-gpu", "gpu.nvidia.com"
+    uuid = GPUS[-1]
+    resource = {"apiVersion": "resource.k8s.io/v1"}
+    selector = {"cel": {"expression": f"device.driver == '{driver}'"}}
+    api.create({**resource, "kind": "DeviceClass", "metadata": {"name": driver}, "spec": {"selectors": [selector]}})
+    pool = {"name": NAME, "generation": 1, "resourceSliceCount": 1}
+    devices = [{"name": "gpu-3", "attributes": {"uuid": {"string": uuid}}}]
+    of_slice = {"driver": driver, "nodeName": NAME, "pool": pool, "devices": devices}
+    api.create({**resource, "kind": "ResourceSlice", "metadata": {"name": "gpu-3"}, "spec": of_slice})
+    request = {"name": "gpu", "exactly": {"deviceClassName": driver}}
+    metadata = {"name": name, "namespace": NAMESPACE}
+    claim = {"devices": {"requests": [request]}}
+    api.create({**resource, "kind": "ResourceClaim", "metadata": metadata, "spec": claim})
+
+    def chosen(namespace: str, claim: str) -> tuple[str, str]:
+        path = f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{claim}"
+        (result,) = api.get(path)["status"]["allocation"]["devices"]["results"]
+        return result["pool"], result["device"]
+
+    container = {"name": "main", "image": IMAGE, "imagePullPolicy": "Never", "resources": {"claims": [{"name": "gpu"}]}}
+    spec = {
+        "terminationGracePeriodSeconds": 2,
+        "containers": [container],
+        "resourceClaims": [{"name": "gpu", "resourceClaimName": name}],
+    }
+
+    def held() -> bool:
+        last = json.loads(asyncio.run(read_all(installed.kafka.address, "gpu.attributed"))[-1].value)
+        device = next(device for device in last["devices"] if device["uuid"] == uuid)
+        return [holder["pod"] for holder in device.get("holders", [])] == [name]
+
+    with DraDriver(installed.node.folder, driver, chosen):
+        api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        eventually_sync(held, "the pod holds the GPU of its claim")
+        installed.node.delete(name)
+        eventually_sync(lambda: not held(), "nobody holds it any more")
 
 
 def test_a_kubelet_that_starts_again_changes_nobodys_gpus(installed: Installed) -> None:
