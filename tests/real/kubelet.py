@@ -277,6 +277,10 @@ class Kubelet(HttpServer):
         )
 
 
+class _TcpServer(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+
+
 class Forwarder:
     """Forwards the connections to an address, which pods reach, to a port of 127.0.0.1."""
 
@@ -289,8 +293,7 @@ class Forwarder:
                     _pump(self.request, server)
                     back.join()
 
-        self._server = socketserver.ThreadingTCPServer(address, Connection)
-        self._server.daemon_threads = True
+        self._server = _TcpServer(address, Connection)
         self.url = f"http://{HOST}:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:

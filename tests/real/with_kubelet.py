@@ -270,6 +270,11 @@ class Installed:
         containers = self.containers()
         return len(containers) == len(RUNNING) + 1 and all(status["ready"] for status in containers.values())
 
+    def last_tick(self) -> Json:
+        """The newest record of gpu.attributed."""
+        tick: Json = json.loads(asyncio.run(read_all(self.kafka.address, "gpu.attributed"))[-1].value)
+        return tick
+
     def train(self) -> Json:
         """The Deployment's pod, once it runs."""
         return eventually_sync(
@@ -422,7 +427,7 @@ def test_the_producer_finds_the_pod_of_a_process_on_a_gpu_that_the_pod_was_not_g
     installed.nvml.processes(other, [(pid, BASE_BYTES)])
 
     def found() -> bool:
-        last = json.loads(asyncio.run(read_all(installed.kafka.address, "gpu.attributed"))[-1].value)
+        last = installed.last_tick()
         device = next(device for device in last["devices"] if device["uuid"] == GPUS[other])
         holders = [(holder["pod"], holder.get("observed")) for holder in device.get("holders", [])]
         return device.get("conflict") == "unallocated_process" and holders == [(pod["name"], True)]
@@ -461,7 +466,7 @@ def test_a_pod_with_a_resource_claim_holds_the_device_that_the_scheduler_chose(i
     }
 
     def held() -> bool:
-        last = json.loads(asyncio.run(read_all(installed.kafka.address, "gpu.attributed"))[-1].value)
+        last = installed.last_tick()
         device = next(device for device in last["devices"] if device["uuid"] == uuid)
         return [holder["pod"] for holder in device.get("holders", [])] == [name]
 
@@ -480,7 +485,7 @@ def test_a_kubelet_that_starts_again_changes_nobodys_gpus(installed: Installed) 
     since_ms = time.time() * 1000
 
     def again() -> bool:
-        last = json.loads(asyncio.run(read_all(installed.kafka.address, "gpu.attributed"))[-1].value)
+        last = installed.last_tick()
         holders = {one["uuid"]: [holder["pod"] for holder in one.get("holders", [])] for one in last["devices"]}
         held = {uuid: [pod["name"]] if uuid in listed else [] for uuid in GPUS}
         return last["ts_ms"] > since_ms and last["attribution"] == "exact" and holders == held
