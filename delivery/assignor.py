@@ -4,7 +4,6 @@ With each join a member sends the partition numbers that it had until then (its 
 assigns the numbers. Each member keeps its own up to its share, and the rest goes to those with the fewest.
 """
 
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -13,6 +12,8 @@ from typing import Any
 import msgspec
 from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
+
+from delivery.clock import now_ms
 
 _VERSION = 0
 
@@ -49,7 +50,7 @@ class CoPartitioned(AbstractPartitionAssignor):  # type: ignore[misc] # aiokafka
     name = "gpustream"
 
     def __init__(self, instance_id: str | None = None) -> None:
-        self.claim = Claim(instance=instance_id, process=uuid.uuid4().hex, started_ms=time.time_ns() // 1_000_000)
+        self.claim = Claim(instance=instance_id, process=uuid.uuid4().hex, started_ms=now_ms())
 
     def metadata(self, topics: Iterable[str]) -> ConsumerProtocolMemberMetadata:
         """What this member sends with a join."""

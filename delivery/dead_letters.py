@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
 
+from delivery.clock import now_ms
 from delivery.sender import Sender, Unsendable, not_sent
 from delivery.tasks import until_stopped
 from topics import dead_letters
@@ -86,7 +87,7 @@ class DeadLetters:
 
 async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:
     """Send the dead letter of a record; the sender's future is done once it is acknowledged."""
-    at_ms = time.time_ns() // 1_000_000
+    at_ms = now_ms()
     letter = dead_letters.letter(record.key, record.value, origin, stage=stage, error=error, at_ms=at_ms)
     return await sender.send(dead_letters.TOPIC.name, letter.value, key=letter.key, headers=letter.headers)
 

@@ -28,6 +28,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from delivery.assignor import CoPartitioned
 from delivery.clients import OffsetClient, close, connect_consumer, to_kafka
+from delivery.clock import now_ms
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.member_health import MemberHealth, evicted_by
@@ -394,7 +395,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def _is_fresh(self, tp: Partition) -> bool:
         """Whether the broker has answered for this partition in the last few seconds."""
-        return self._has_answered_since(self._to_kafka(tp), time.time() * 1000 - _FRESH_MS)
+        return self._has_answered_since(self._to_kafka(tp), now_ms() - _FRESH_MS)
 
     def _has_answered_since(self, tp: TopicPartition, time_ms: float) -> bool:
         """Whether the broker has answered a fetch of this partition at that time or later, other than by an error."""

@@ -17,6 +17,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 from delivery import clients, opening
 from delivery.assignor import Claim, claim_of
 from delivery.clients import LogThrottle
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.kafka_errors import describe
 
@@ -48,7 +49,7 @@ class MemberHealth:
 
     def report(self, error: Exception) -> None:
         """Note an error, and log it, and again each minute while it lasts."""
-        self._error, self.failed_ms = describe(error), time.time() * 1000
+        self._error, self.failed_ms = describe(error), now_ms()
         if self.throttle.is_due(self._error):
             log.warning("group %s: %s; trying again", self._name, self._error)
 

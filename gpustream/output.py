@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -28,11 +27,6 @@ R = TypeVar("R")
 Row = TypeVar("Row", bound=tuple[str, ...])
 
 FAILED = 1
-
-
-def now_ms() -> int:
-    """The time in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 def answer(request: Coroutine[Any, Any, R]) -> R:

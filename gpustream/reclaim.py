@@ -16,6 +16,7 @@ from typing import Literal, NoReturn
 import click
 import msgspec
 
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.dead_letters import connecting
 from delivery.kafka_admin import BrokerError
@@ -25,13 +26,13 @@ from delivery.sender import Sender, Unsendable
 from delivery.settings import READABLE_FILE
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, output_format
-from gpustream.output import answer, json_lines, now_ms, printable, show_or_say
+from gpustream.output import answer, json_lines, printable, show_or_say
 from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import Objection, describe, unpatch, was_undone
 from sinks.reclaim.ledger import OVER
 from topics import actions
 from topics.actions import Action, kafka_headers
-from topics.alerts import time as time_of
+from topics.times import time_of
 from topics.topic import decoder
 
 log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import click
 import msgspec
 
 from delivery import topic_admin
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.dead_letters import connecting
 from delivery.ledger import Partition
@@ -26,7 +27,7 @@ from delivery.settings import TOPIC_PREFIX, TopicAccess
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.history import History, Span, utc
-from gpustream.output import answer, now_ms
+from gpustream.output import answer
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range
 from streams.settings import UsageSettings

@@ -27,6 +27,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
+from delivery.clock import now_ms
 from delivery.settings import (
     DURATION,
     FLEET_SIZE,
@@ -291,7 +292,7 @@ class OneProcess:
 
     def _on_tick(self, tick: Tick) -> None:
         if self._tally.attributed(Run(tick.cluster, tick.node, tick.run_id), tick.seq, tick.attribution):
-            self._fleet.observe(tick, time.monotonic(), int(time.time() * 1000))
+            self._fleet.observe(tick, time.monotonic(), now_ms())
             self._sightings.tick(tick)
 
     def _on_alert(self, record: Any) -> None:

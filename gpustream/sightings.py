@@ -8,8 +8,9 @@ State:    who holds each node's devices, which devices were cut or lost, and cou
 from collections import Counter
 
 from gpustream.ticks import Tick
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.attributed import by_pod
+from topics.times import epoch_ms
 
 _MAX_NAMED = 4
 """At most this many things of one kind are named."""
@@ -59,7 +60,7 @@ class Sightings:
 
     def alert(self, alert: Alert) -> None:
         """Adds a transition of an alert."""
-        at_ms = milliseconds(alert.starts_at)
+        at_ms = epoch_ms(alert.starts_at)
         if alert.is_open and not alert.revision and self._start_ms is not None and at_ms >= self._start_ms:
             self._alerts[alert.name] += 1
             self._first_alert_ms.setdefault(alert.name, at_ms)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE_LOG
@@ -267,7 +268,7 @@ class Notifier:
         """Send the active alerts of a partition, if it is still assigned."""
         if (abandon := self._partitions.get(active)) is None:
             return
-        fingerprints = active.due(int(time.time() * 1000))
+        fingerprints = active.due(now_ms())
         try:
             for start in range(0, len(fingerprints), self._settings.max_alerts):
                 async with self.turn:

@@ -5,7 +5,8 @@ from typing import TypeVar
 
 from delivery.dead_letters import Record
 from sinks.outcomes import Undecodable, decoded
-from topics.alerts import MAX_TIME_MS, TOPIC, Alert, milliseconds
+from topics.alerts import TOPIC, Alert
+from topics.times import MAX_TIME_MS, epoch_ms
 from topics.topic import decoder
 
 T = TypeVar("T")
@@ -27,9 +28,7 @@ def read_alert(record: Record) -> Alert | None:
         raise Undecodable(f"not a record of {TOPIC.name}: its key is not its fingerprint")
     if not alert.is_open and alert.ends_at is None:
         raise Undecodable(f"not a record of {TOPIC.name}: resolved, without ends_at")
-    if any(
-        time is not None and not 0 <= milliseconds(time) <= MAX_TIME_MS for time in (alert.starts_at, alert.ends_at)
-    ):
+    if any(time is not None and not 0 <= epoch_ms(time) <= MAX_TIME_MS for time in (alert.starts_at, alert.ends_at)):
         raise Undecodable(f"not a record of {TOPIC.name}: of a time before 1970 or after 9999")
     return alert
 
@@ -63,20 +62,18 @@ class Transitions:
     def is_news(self, alert: Alert) -> bool:
         """Whether this is a transition or an update that is newer than the known one."""
         starts_ms, was_open, revision = self._last.get(alert.fingerprint, (None, False, 0))
-        return starts_ms != milliseconds(alert.starts_at) or (
-            was_open and (not alert.is_open or alert.revision > revision)
-        )
+        return starts_ms != epoch_ms(alert.starts_at) or (was_open and (not alert.is_open or alert.revision > revision))
 
     def is_last(self, alert: Alert) -> bool:
         """Whether this is the known transition or update again, perhaps with newer figures."""
-        return self._last.get(alert.fingerprint) == (milliseconds(alert.starts_at), alert.is_open, alert.revision)
+        return self._last.get(alert.fingerprint) == (epoch_ms(alert.starts_at), alert.is_open, alert.revision)
 
     def update(self, record: Record, alert: Alert | None) -> None:
         """Set the newest state by a record, unless it repeats an earlier one. None: its alert was deleted."""
         if alert is None:
             self._last.pop(key_of(record), None)
         elif self.is_news(alert):
-            self._last[alert.fingerprint] = milliseconds(alert.starts_at), alert.is_open, alert.revision
+            self._last[alert.fingerprint] = epoch_ms(alert.starts_at), alert.is_open, alert.revision
 
     def clear(self) -> None:
         """Forget everything: the topic was recreated."""

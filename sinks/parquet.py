@@ -32,7 +32,7 @@ from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.settings import ParquetSettings
-from topics.alerts import MAX_TIME_MS
+from topics.times import MAX_TIME_MS
 from topics.topic import decoder
 from topics.usage import HOURS, Usage
 

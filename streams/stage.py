@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import msgspec
 from aiokafka.partitioner import murmur2
 
+from delivery.clock import now_ms
 from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
@@ -194,7 +195,7 @@ class Clocks:
 
     def now_ms(self) -> int:
         """Milliseconds since 1970."""
-        return time.time_ns() // 1_000_000
+        return now_ms()
 
 
 P = TypeVar("P", bound=PartitionState)

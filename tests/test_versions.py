@@ -21,12 +21,12 @@ from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
 from streams.attribution.component import decode as decode_node
 from tests.streams.alerts.ticks import findings_in
-from topics.alerts import milliseconds
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
 from topics.profiles import PROFILES
 from topics.samples import TOPIC as SAMPLES
 from topics.samples import Sample
+from topics.times import epoch_ms
 from topics.topic import Topic, decoder, load_topics
 
 SCHEMAS = Path(__file__).parents[1] / "topics" / "schemas"
@@ -185,7 +185,7 @@ def test_an_alert_in_an_unknown_state_is_open_everywhere() -> None:
     alert = alert_records.read_alert(record)
     assert alert is not None
 
-    active, watched, now_ms = ActiveAlerts(), LatestAlerts(), milliseconds(alert.starts_at) + 1_000
+    active, watched, now_ms = ActiveAlerts(), LatestAlerts(), epoch_ms(alert.starts_at) + 1_000
     active.put(alert, now_ms)
     watched.update(record)
     assert alert_records.Transitions().is_news(alert)

@@ -7,8 +7,9 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from topics.alerts import Alert, Fingerprint, Time, milliseconds
+from topics.alerts import Alert, Fingerprint, Time
 from topics.blake2 import blake2b
+from topics.times import epoch_ms
 from topics.topic import Cluster, Topic, UInt, Version, about
 
 ActionKind = Literal["event", "scale", "suspend", "deactivate"]
@@ -85,13 +86,13 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def action_id(alert: Alert, action: str | None) -> str:
     """The id of an action: a hash of the alert's firing and of what is done about it."""
-    parts = (alert.cluster, alert.fingerprint, str(milliseconds(alert.starts_at)), action or "")
+    parts = (alert.cluster, alert.fingerprint, str(epoch_ms(alert.starts_at)), action or "")
     return blake2b("\0".join(parts).encode(), 8).hex()
 
 
 def kafka_headers(action: Action) -> list[tuple[str, bytes]]:
     """The headers of an action's record: those of a CloudEvent in binary mode."""
-    at_ms = milliseconds(action.at)
+    at_ms = epoch_ms(action.at)
     attributes = {
         "ce_specversion": "1.0",
         "ce_id": f"{action.id}/{action.state}/{at_ms}",

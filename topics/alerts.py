@@ -5,12 +5,13 @@ for the headers.
 """
 
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from topics.blake2 import blake2b
+from topics.times import epoch_ms
 from topics.topic import Cluster, Name, Node, Number, Topic, UInt, Version, about
 
 Severity = Literal["info", "warning", "critical"]  # the severities that a rule may have
@@ -21,12 +22,8 @@ State = Annotated[str, about("firing: it goes on. resolved: it is over.", words=
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
 Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of a whole millisecond")]
 
-MAX_TIME_MS = 253_402_300_799_999  # the last millisecond of the year 9999: RFC 3339 has no later one
 RUNBOOKS = "https://github.com/gpustream/gpustream/blob/main/docs/runbooks"
 """The default address of the runbooks: an absolute one works from a notification."""
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MILLISECOND = timedelta(milliseconds=1)
 
 
 class AlertGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -284,7 +281,7 @@ def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: s
 def transition_id(alert: Alert) -> str:
     """The id of a transition or an update: a repeat after a crash has the same one."""
     update = f"/{alert.revision}" if alert.revision else ""
-    return f"{alert.fingerprint}/{milliseconds(alert.starts_at)}/{alert.state}{update}"
+    return f"{alert.fingerprint}/{epoch_ms(alert.starts_at)}/{alert.state}{update}"
 
 
 class EventAttribute(NamedTuple):
@@ -337,21 +334,6 @@ def cloud_event(alert: Alert) -> dict[str, str]:
 def kafka_headers(alert: Alert) -> list[tuple[str, bytes]]:
     """The headers of an alert's record: those of a CloudEvent in binary mode."""
     return [(attribute.header, attribute.value(alert).encode()) for attribute in CLOUD_EVENT]
-
-
-def time(ms: int) -> datetime:
-    """The time of milliseconds since the epoch, from 0 to :data:`MAX_TIME_MS`."""
-    return _EPOCH + ms * _MILLISECOND
-
-
-def milliseconds(at: datetime) -> int:
-    """Milliseconds since the epoch."""
-    return (at - _EPOCH) // _MILLISECOND
-
-
-def moment(at: datetime) -> str:
-    """A time as people read it: ``2026-11-20 23:44 UTC``."""
-    return f"{at:%Y-%m-%d %H:%M} UTC"
 
 
 TOPIC = Topic(

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from delivery import kafka_admin
 from delivery.clients import OffsetClient
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, GroupDescription
 from delivery.kafka_errors import describe
@@ -34,7 +35,6 @@ from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.readers import ATTRIBUTION
 from gpustream.doctor.situation import Cluster, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from gpustream.history import History, Span
-from gpustream.output import now_ms
 from topics import allocations, attributed, dead_letters, samples, workloads
 
 GROUP_PREFIX = "gpustream-"

@@ -11,13 +11,14 @@ from typing import Literal
 import click
 
 from delivery import prices as price_list
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.prices import Prices, PricesError
 from delivery.settings import FILE
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
 from gpustream.history import History, utc
-from gpustream.output import answer, failed, now_ms, written
+from gpustream.output import answer, failed, written
 from gpustream.report import forms
 from gpustream.report.summary import DAY_MS, Firings, Summary
 from gpustream.usage import read

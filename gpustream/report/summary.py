@@ -13,7 +13,8 @@ from gpustream.usage.read import Range
 from gpustream.usage.table import NO_TEAM, Table, holder_name
 from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 from topics.usage import HOUR_MS, Usage
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ class Firings:
                 log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
                 continue
             if alert is not None:
-                ends_ms = None if alert.is_open or alert.ends_at is None else milliseconds(alert.ends_at)
-                self._firings.setdefault(alert.fingerprint, {})[milliseconds(alert.starts_at)] = alert, ends_ms
+                ends_ms = None if alert.is_open or alert.ends_at is None else epoch_ms(alert.ends_at)
+                self._firings.setdefault(alert.fingerprint, {})[epoch_ms(alert.starts_at)] = alert, ends_ms
                 continue
             firings = self._firings.get((record.key or b"").decode("utf-8", "replace"), {})
             for starts_ms, (firing, ends_ms) in firings.items():  # a tombstone: the alert is over

@@ -21,13 +21,14 @@ import msgspec
 
 from delivery import prices as price_list
 from delivery import values
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option, output_format
 from gpustream.history import utc
-from gpustream.output import FAILED, answer, cell, failed, now_ms, printable, written
+from gpustream.output import FAILED, answer, cell, failed, printable, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client
@@ -188,7 +189,7 @@ class ClusterProducer:
         self._policies: PolicyEvents | None = None
         if settings.policy_events:
             self._policies = PolicyEvents(self._api, self._store.pods, settings.policy_longest, self._instruments)
-        listener_by_name = listeners(self._store, self._instruments, self._wake.set, _now_ms, self._policies)
+        listener_by_name = listeners(self._store, self._instruments, self._wake.set, now_ms, self._policies)
         self._reflectors = {
             name: Reflector(
                 self._api,
@@ -232,7 +233,7 @@ class ClusterProducer:
                     return
                 if self._settings.lease is None:
                     self._instruments.gauge(own.LEADING).set(1)
-                    await until_stopped(stop, self._lead(_now_ms()))
+                    await until_stopped(stop, self._lead(now_ms()))
                     return
                 namespace, _, name = self._settings.lease.partition("/")
                 identity = self._settings.identity
@@ -261,8 +262,8 @@ class ClusterProducer:
             self._read_back_since_s = time.monotonic()
             try:
                 published = PublishedNodes(self._settings.cluster)
-                await self._read_back(self._settings.connection(), _now_ms() - pods.KEPT_MS, published)
-                self._store.take_over(published.nodes, _now_ms())
+                await self._read_back(self._settings.connection(), now_ms() - pods.KEPT_MS, published)
+                self._store.take_over(published.nodes, now_ms())
             finally:
                 self._read_back_since_s = None
         log.info("publishing %d GPU pods on %d nodes", len(self._store.pods), len(self._store.nodes))
@@ -288,7 +289,7 @@ class ClusterProducer:
                 content = self._store.pop_content(node, deferred)
                 if content is not None:
                     self._instruments.counter(own.SHED).inc(content.shed)
-                    publisher.publish(_now_ms(), node, content)
+                    publisher.publish(now_ms(), node, content)
                     if content.removed:
                         publisher.forget(node)
                 limiter.published(node, now_s)
@@ -300,7 +301,7 @@ class ClusterProducer:
     async def _expire(self) -> None:
         """Forget what ended long ago, also while another replica leads, until it is cancelled."""
         while True:
-            self._store.expire(_now_ms())
+            self._store.expire(now_ms())
             await asyncio.sleep(CHECK_S)
 
     def _set_chain(self, owner: PodOwner, chain: Chain) -> None:
@@ -310,7 +311,3 @@ class ClusterProducer:
     async def _sleep(self, longest_s: float) -> None:
         await set_within(self._wake, longest_s)
         self._wake.clear()
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

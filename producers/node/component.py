@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from delivery.clock import now_ms
 from delivery.instruments import Instruments
 from delivery.sender import Sender, not_sent
 from delivery.tasks import running, until_stopped
@@ -76,7 +77,7 @@ class NodeProducer:
             self._instruments,
             cluster=settings.cluster,
             node=settings.node,
-            run_id=_now_ms(),
+            run_id=now_ms(),
             interval_ms=round(settings.interval_s * 1000),
             buffer=RetryBuffer(max_bytes=settings.buffer_size, max_age_s=settings.buffer_s),
         )
@@ -146,7 +147,7 @@ class NodeProducer:
     async def _read_tick(self, within_s: float) -> None:
         """Read and publish one tick. There is no await between taking the events and publishing them, so that none is
         lost."""
-        ts_ms = _now_ms()
+        ts_ms = now_ms()
         containers, devices, job_ids_by_file = await asyncio.gather(
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
@@ -187,7 +188,3 @@ class NodeProducer:
         enough_mib = math.ceil(size / _MIB * configured_s / buffer_s)
         wanted = duration_words(configured_s * 1000)
         log.warning("%s: give --buffer-size %dMiB, as --buffer wants %s", holds, enough_mib, wanted)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -29,6 +29,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from delivery.clock import now_ms
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
@@ -159,7 +160,7 @@ class Kubelet:
         pods_socket: Path | None = None,
         prefixes: Sequence[str] = ("nvidia.com/",),
         clock: Callable[[], float] = time.monotonic,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        now_ms: Callable[[], int] = now_ms,
         deadline_s: float = DEADLINE_S,
         largest_answer_bytes: int = LARGEST_ANSWER_BYTES,
     ) -> None:

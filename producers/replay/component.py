@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pkgutil import resolve_name
 
+from delivery.clock import now_ms
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender, not_sent
 from delivery.tasks import running, until_stopped
@@ -57,7 +58,7 @@ class TraceReplay:
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
         self._sender = sender or sender_of(self.name, settings.connection(), f"gpustream-{self.name}")
-        self._run_id = int(time.time() * 1000)
+        self._run_id = now_ms()
         self._workloads = WorkloadsPublisher(
             self._sender, self._instruments, cluster=settings.cluster, epoch=self._run_id
         )

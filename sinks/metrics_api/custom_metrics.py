@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sinks.metrics_api.holdings import SERVED
 from sinks.metrics_api.selectors import Selector
-from topics.alerts import MAX_TIME_MS
+from topics.times import MAX_TIME_MS
 
 GROUP = "custom.metrics.k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")

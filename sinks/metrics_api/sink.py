@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from delivery import clock
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
 from delivery.kubernetes.client import Client
@@ -138,7 +139,7 @@ class MetricsApiSink:
                 counter(DROPPED, "other_cluster").inc()
             else:
                 # a tick is as old as its node's clock or the log says, whichever is more; a log without times says -1
-                now_ms = time.time() * 1000
+                now_ms = clock.now_ms()
                 age_s = (now_ms - min(tick.ts_ms, record.timestamp if record.timestamp > 0 else tick.ts_ms)) / 1000
                 verdict = self._holdings.add_tick(tick, time.monotonic(), age_s)
                 self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()

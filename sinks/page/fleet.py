@@ -17,9 +17,10 @@ import msgspec
 
 from delivery import replays
 from delivery.replays import LastTick, Verdict
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.attributed import AttributedDevice, AttributedSample, by_pod
 from topics.idleness import device_activity
+from topics.times import epoch_ms
 from topics.topic import Number
 from topics.usage import HOUR_MS, Usage
 
@@ -277,7 +278,7 @@ class Fleet:
 
     def alerts(self) -> list[Alert]:
         """The open alerts, the critical ones first, then the newest."""
-        newest_first = sorted(self._alerts.values(), key=lambda alert: -milliseconds(alert.starts_at))
+        newest_first = sorted(self._alerts.values(), key=lambda alert: -epoch_ms(alert.starts_at))
         return sorted(newest_first, key=lambda alert: _RANKS.get(alert.severity, len(_RANKS)))
 
     # -- usage

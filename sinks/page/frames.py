@@ -23,8 +23,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sinks.page.fleet import HISTORY_METRICS, SILENT, STEP_MS, Fleet, ShownDevice
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.catalogue import CATALOGUE
+from topics.times import epoch_ms
 
 GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _FASTEST = 1
@@ -84,7 +85,7 @@ def _alert(alert: Alert) -> Json:
         "severity": alert.severity,
         "cluster": alert.cluster,
         "node": alert.node,
-        "since_ms": milliseconds(alert.starts_at),
+        "since_ms": epoch_ms(alert.starts_at),
         "gpus": gpus or [alert.labels[key] for key in ("gpu_mig_uuid", "gpu_uuid") if key in alert.labels][:1],
         "namespace": alert.labels.get("k8s_namespace_name", ""),
         "pod": alert.labels.get("k8s_pod_name", ""),

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import Counter, Gauge
 
+from delivery.clock import now_ms
 from sinks.page import frames
 from sinks.page.fleet import Fleet
 from sinks.page.frames import Versions
@@ -119,7 +120,7 @@ class PageServer:
         while True:
             await asyncio.sleep(max(FRAME_EVERY_S, took_s))
             began_s = time.monotonic()
-            self.make_frames(int(time.time() * 1000))
+            self.make_frames(now_ms())
             took_s = time.monotonic() - began_s
 
     def make_frames(self, at_ms: int) -> None:
@@ -220,7 +221,7 @@ class PageServer:
     async def _whole_frame(self, metric: str) -> tuple[int, _EncodedFrame]:
         """The number of the last frame, and a frame of the whole fleet, made once for all pages that need it now."""
         if metric not in self._whole_frames:
-            content = frames.frame(self._fleet, metric, int(time.time() * 1000))
+            content = frames.frame(self._fleet, metric, now_ms())
             self._sent_versions.setdefault(metric, frames.versions(self._fleet))
             self._whole_frames[metric] = self._number, asyncio.ensure_future(asyncio.to_thread(_encode, content))
         number, encoding = self._whole_frames[metric]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from delivery import clock
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
 from delivery.positions import StartFrom
@@ -77,7 +78,7 @@ class PageSink:
         self.address: tuple[str, int] | None = None
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
-        self.fleet = Fleet(int(time.time() * 1000), settings.team_label)
+        self.fleet = Fleet(clock.now_ms(), settings.team_label)
         from_: dict[str, StartFrom] = {
             ATTRIBUTED.name: _TICKS_S,
             ALERTS.name: "earliest",
@@ -134,7 +135,7 @@ class PageSink:
                     self.fleet.set_alert(key, alerts.read_alert(record))
                 elif topic == ATTRIBUTED.name:
                     # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
-                    tick, now_ms = decoded(record, _decode_tick, topic), time.time() * 1000
+                    tick, now_ms = decoded(record, _decode_tick, topic), clock.now_ms()
                     age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
                     if is_new := self.fleet.add_tick(tick, time.monotonic(), age_s) != "replay":
                         self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from delivery.kubernetes.events import warning
 from delivery.policies import opted_out
 from topics.actions import Action, ActionKind, Target
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 
 Json = dict[str, Any]
 
@@ -165,7 +166,7 @@ def _change_of_pod(name: str, pod: Json | None, firing: Firing) -> str | None:
         return f"pod {name} is not there any more"
     if pod["metadata"].get("deletionTimestamp") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
         return f"pod {name} has ended"
-    if milliseconds(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > firing.written_ms:
+    if epoch_ms(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > firing.written_ms:
         return f"pod {name} was made after the alert was written: it is another pod"
     uid = alert.labels.get("k8s_pod_uid") if alert.labels.get("k8s_pod_name") == name else None
     if uid not in (None, pod["metadata"]["uid"]):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from topics.actions import TOPIC, Action, ActionKind
-from topics.alerts import milliseconds
+from topics.times import epoch_ms
 
 HOUR_MS = 3_600_000
 KEPT_MS = (TOPIC.retention_hours or 0) * HOUR_MS
@@ -102,7 +102,7 @@ class Ledger:
             self._unsettled[action.id] = action
         if action.state == "intended":
             self._intentions[action.id] = action
-            at_ms = logged_ms if logged_ms > 0 else milliseconds(action.at)
+            at_ms = logged_ms if logged_ms > 0 else epoch_ms(action.at)
             if granted.get(action.id, -HOUR_MS) <= at_ms - HOUR_MS:  # else it was granted already
                 granted.pop(action.id, None)
                 if self.left(budget_of(action.action), at_ms) > 0:

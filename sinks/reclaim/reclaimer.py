@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned, Record, until_abandoned
 from delivery.instruments import Instrument, Instruments
 from delivery.kubernetes.client import ApiHealth
@@ -41,8 +42,8 @@ from sinks.reclaim.decide import (
 )
 from sinks.reclaim.ledger import OVER, Ledger, is_repeated
 from topics.actions import KINDS, Action, ActionKind, action_id
-from topics.alerts import Alert, milliseconds
-from topics.alerts import time as time_of
+from topics.alerts import Alert
+from topics.times import epoch_ms, time_of
 from topics.topic import decoder
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Reclaimer:
         cluster: Cluster,
         send: Callable[[Action], Coroutine[Any, Any, None]],
         instruments: Instruments,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        now_ms: Callable[[], int] = now_ms,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.cluster = settings, cluster
@@ -252,7 +253,7 @@ class Reclaimer:
         last_actions = [self.ledger.last(action_id(alert, kind)) for kind in KINDS]
         revisions = range(watched.revision, alert.revision + 1)
         in_actions_ms = [
-            milliseconds(action.since)
+            epoch_ms(action.since)
             for action in last_actions
             if action is not None and action.since is not None
             if (action.revision is None if allowed.partly else action.revision in revisions)
@@ -393,4 +394,4 @@ def _namespace(alert: Alert) -> str:
 
 def _next_state(before: Action, state: str, **more: Any) -> Action:
     """The next record of an action."""
-    return msgspec.structs.replace(before, state=state, at=time_of(time.time_ns() // 1_000_000), **more)
+    return msgspec.structs.replace(before, state=state, at=time_of(now_ms()), **more)

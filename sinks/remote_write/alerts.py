@@ -29,9 +29,10 @@ from sinks.remote_write.samples import END, SampleWriter, Written
 from sinks.series.labels import MAX_LABELS, sanitised, sanitised_name
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.relabel import Relabelling
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.catalogue import ALERT_FIRING
 from topics.metric import Labels
+from topics.times import epoch_ms
 
 EVERY_MS = 60_000
 """The interval of a firing alert's samples: shorter than the lookback of an instant query."""
@@ -93,7 +94,7 @@ class AlertSeries:
             return alert is None
         if alert is None:
             return False
-        order = (milliseconds(alert.starts_at), not alert.is_open, alert.revision)
+        order = (epoch_ms(alert.starts_at), not alert.is_open, alert.revision)
         return order <= (last.starts_ms, last.series is None, last.revision)
 
     def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
@@ -134,7 +135,7 @@ class AlertSeries:
         if alert.is_open:
             series = groups[-1].series if groups else self._series_of(alert)
         last_ms = groups[-1].ts_ms if groups else last.last_ms if last else None
-        starts_ms = milliseconds(alert.starts_at)
+        starts_ms = epoch_ms(alert.starts_at)
         self._alerts[fingerprint] = _AlertState(starts_ms, series, last_ms, alert.revision, _values(alert))
 
     def recall(self, fingerprint: str, alert: Alert | None, written_ms: int) -> None:
@@ -207,8 +208,8 @@ def _values(alert: Alert) -> tuple[float, ...]:
 
 def _times(alert: Alert) -> tuple[int, int | None]:
     """When the alert began, and when it ended; None while it fires."""
-    starts_ms = milliseconds(alert.starts_at)
-    return starts_ms, None if alert.is_open or alert.ends_at is None else max(starts_ms, milliseconds(alert.ends_at))
+    starts_ms = epoch_ms(alert.starts_at)
+    return starts_ms, None if alert.is_open or alert.ends_at is None else max(starts_ms, epoch_ms(alert.ends_at))
 
 
 def _last_ms(state: _AlertState, written_ms: int, now_ms: int) -> int:

@@ -23,6 +23,7 @@ from itertools import count
 from typing import NamedTuple
 from weakref import WeakMethod, WeakSet
 
+from delivery import clock
 from delivery.dead_letters import Abandoned, Record
 from delivery.ledger import Slot
 from sinks.outcomes import Undecodable, decoded
@@ -242,7 +243,7 @@ class Queue:
 
         A live tick does not wait for partitions whose oldest tick is not known yet.
         """
-        now_s, now_ms = self.clock_s(), time.time() * 1000
+        now_s, now_ms = self.clock_s(), clock.now_ms()
         is_live = now_ms - oldest.logged_ms <= BACKLOG_MS
         backlogs = [
             progress.ts_ms

@@ -19,6 +19,7 @@ from typing import Literal
 
 from cramjam import snappy
 
+from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
 from sinks.receiver import MAX_RETRY_AFTER_S, Http, pause
@@ -152,7 +153,7 @@ class RemoteWriteSender:
                 accepts_others = self._newest and await self._probe(self._newest, 0)
                 errors = errors if accepts_others else 0
             if means in {"refused", "too-large"} or errors >= SERVER_ERRORS:
-                refused = refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
+                refused = refusal(answer, groups[0].ts_ms, now_ms())
                 return refused._replace(sent_before=unanswered)
             if means == "not-2.0" and not self._fixed:  # what was refused too waits until a small request is accepted
                 self._fall_back(answer)
@@ -241,7 +242,7 @@ class RemoteWriteSender:
         if means == "accepted":
             self._newest = self._newest or small
         return means == "accepted" or (
-            means == "refused" and refusal(answer, small[0].ts_ms, int(time.time() * 1000)).reason in UNTIMELY
+            means == "refused" and refusal(answer, small[0].ts_ms, now_ms()).reason in UNTIMELY
         )
 
     def _encode(self, groups: Sequence[SampleGroup], protocol: Protocol) -> bytes:

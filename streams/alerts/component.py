@@ -42,7 +42,8 @@ from streams.stage import (
     decode_value,
     instruments,
 )
-from topics.alerts import MAX_TIME_MS, Alert, AlertGroup, AlertReport, Severity, kafka_headers
+from topics.alerts import Alert, AlertGroup, AlertReport, Severity, kafka_headers
+from topics.times import MAX_TIME_MS
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from streams.alerts.reports import DELETE_MS, scope_of_pod
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Rule, Rules
 from streams.alerts.stragglers import compare_ranks
 from streams.alerts.text.grouped import describe_group, group_labels, kind_of_other
-from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity
+from topics.times import epoch_ms, time_of
 from topics.topic import decoder
 
 _MAX_ENDED_MEMBERS = 1000  # of a group whose alert fires; the first that ended are forgotten
@@ -121,7 +122,7 @@ def _update_members(
     last_ended: Alert | None = None
     for alert in alerts:
         member = members.get(alert.fingerprint)
-        if member is not None and member.ended_ms is not None and milliseconds(alert.starts_at) == member.starts_ms:
+        if member is not None and member.ended_ms is not None and epoch_ms(alert.starts_at) == member.starts_ms:
             continue  # it was reported again after a crash
         if member is not None or alert.is_open:
             members[alert.fingerprint] = _member(alert, member)
@@ -142,7 +143,7 @@ def is_over(group: AlertGroup, now_ms: int) -> bool:
     alert = group.alert
     if alert is None:
         return not any(report_state.held for report_state in group.seen.values())
-    return alert.ends_at is None or now_ms - milliseconds(alert.ends_at) >= DELETE_MS
+    return alert.ends_at is None or now_ms - epoch_ms(alert.ends_at) >= DELETE_MS
 
 
 def without_alert(group: AlertGroup) -> AlertGroup | None:
@@ -161,7 +162,7 @@ def _member(alert: Alert, before: Member | None) -> Member:
         index=int(labels["gpu_index"]) if labels.get("gpu_index", "").isdigit() else None,
         pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else None,
     )
-    starts_ms, before_s = milliseconds(alert.starts_at), 0.0
+    starts_ms, before_s = epoch_ms(alert.starts_at), 0.0
     if before is not None:
         before_s = before.before_s + (before.seconds or 0.0 if before.starts_ms != starts_ms else 0.0)
     return Member(
@@ -170,7 +171,7 @@ def _member(alert: Alert, before: Member | None) -> Member:
         severity=alert.severity,
         model=labels.get("gpu_model"),
         starts_ms=starts_ms,
-        ended_ms=None if alert.ends_at is None else milliseconds(alert.ends_at),
+        ended_ms=None if alert.ends_at is None else epoch_ms(alert.ends_at),
         seconds=alert.value,
         before_s=before_s,
         share=float(figures["gpu_share"]) if "gpu_share" in figures else None,
@@ -188,7 +189,7 @@ def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) ->
     before, part_starts_ms = group.alert, [member.starts_ms for member in group.members if member.ended_ms is None]
     starts_ms = min(part_starts_ms)
     if before is not None and before.ends_at is not None:
-        starts_ms = max(starts_ms, milliseconds(before.ends_at) + 1)
+        starts_ms = max(starts_ms, epoch_ms(before.ends_at) + 1)
     if _needs_all_gpus(rules.by_name.get(first.name)):
         starts_ms = max(starts_ms, *part_starts_ms, *[other.starts_ms for other in group.others])
     elif group.part is not None:  # it has waited until another alert was resolved
@@ -196,7 +197,7 @@ def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) ->
     scope = "node" if report.scope == "node" else scope_of_pod(first)  # a report of what is held does not tell
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
-        starts_at=time(starts_ms), severity=first.severity, labels=group_labels(first, scope),
+        starts_at=time_of(starts_ms), severity=first.severity, labels=group_labels(first, scope),
         annotations=first.annotations,
     )  # fmt: skip
     return _described(alert, group, report, rules)
@@ -206,12 +207,12 @@ def _resolve(alert: Alert, group: AlertGroup, report: AlertReport, last_ended: A
     """The alert, resolved when its last part was. If parts still hold (it needs all GPUs, or another alert supersedes
     it), it is resolved at the time of this report. Its GPUs stay as they were."""
     ends_at = max(
-        (time(report.ts_ms) if last_ended is None or last_ended.ends_at is None else last_ended.ends_at),
+        (time_of(report.ts_ms) if last_ended is None or last_ended.ends_at is None else last_ended.ends_at),
         alert.starts_at,
     )
     reason = last_ended.resolved_because if last_ended is not None else "condition"
     if not _needs_all_gpus(rules.by_name.get(alert.name)) and any(member.ended_ms is None for member in group.members):
-        ends_at, reason = max(time(report.ts_ms), alert.starts_at), "superseded"
+        ends_at, reason = max(time_of(report.ts_ms), alert.starts_at), "superseded"
     resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=reason)
     annotations, value = describe_group(resolved, group, report, rules)
     return _replace(resolved, annotations=annotations, value=value)

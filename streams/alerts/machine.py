@@ -48,7 +48,8 @@ from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rules
 from streams.alerts.text.describe import api_status, describe, describe_silence
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
-from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds
+from topics.alerts import Alert, Tracked, fingerprint
+from topics.times import MAX_TIME_MS, epoch_ms
 from topics.workloads import MAINTENANCE
 
 MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending condition starts again
@@ -384,7 +385,7 @@ def announce(state: NodeAlerts) -> Step:
     for condition in state.tracked:
         if condition.alert is not None and condition.written_ms is None:
             writes.append(alert_write(condition.alert, condition, state.last_ts_ms))
-            condition = _replace(condition, written_ms=milliseconds(condition.alert.starts_at))
+            condition = _replace(condition, written_ms=epoch_ms(condition.alert.starts_at))
         if condition.alert is None or condition.alert.is_open:
             tracked.append(condition)
     return finish_step(_replace(state, tracked=tuple(tracked)), writes, state.last_ts_ms)

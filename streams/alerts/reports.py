@@ -18,8 +18,9 @@ from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, with_final_figures
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import STEP_MS, means_of_closed_step
-from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint, milliseconds, time
+from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint
 from topics.attributed import JOB, Holder
+from topics.times import epoch_ms, time_of
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 _DEPENDENT_KINDS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of a workload that depend on its GPUs of this kind
@@ -82,7 +83,7 @@ def firing_alert(
         fingerprint=key,
         cluster=state.cluster,
         node=state.node,
-        starts_at=time(max(now_ms, state.resolved.get(key, -1) + 1)),
+        starts_at=time_of(max(now_ms, state.resolved.get(key, -1) + 1)),
         severity=rule.severity,
         value=value,
         labels=labels,
@@ -92,7 +93,7 @@ def firing_alert(
 
 def resolved_alert(alert: Alert, condition: Tracked, at_ms: int, reason: str) -> Alert:
     """The alert, resolved at a time, with its final figures."""
-    ends_at = max(time(at_ms), alert.starts_at)
+    ends_at = max(time_of(at_ms), alert.starts_at)
     resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=reason)
     held_until_ms = at_ms if condition.ceased_ms is None else condition.ceased_ms
     return with_final_figures(resolved, held_until_ms - condition.since_ms - condition.paused_ms)
@@ -110,7 +111,7 @@ def finish_step(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
         for alert in alerts:
             resolved.pop(alert.fingerprint, None)
             if alert.ends_at is not None:
-                resolved[alert.fingerprint] = milliseconds(alert.ends_at)
+                resolved[alert.fingerprint] = epoch_ms(alert.ends_at)
         if isinstance(record, AlertReport):
             phase = 2 * state.silent + (write.kind == "renewal")
             record = _replace(record, position=state.position, logged_ms=state.logged_ms, phase=phase)
@@ -164,9 +165,9 @@ def alert_write(alert: Alert, condition: Tracked, now_ms: int, *, repeat: bool =
     if alert.is_open and condition.scope != "node":
         annotations = dict(alert.annotations)
         if condition.again_ms or "last_active" in annotations:
-            last_active = time(condition.again_ms or condition.since_ms)
+            last_active = time_of(condition.again_ms or condition.since_ms)
             annotations["last_active"] = f"{last_active:%Y-%m-%dT%H:%M:%SZ}"
-        annotations["since"] = f"{time(condition.since_ms):%Y-%m-%dT%H:%M:%SZ}"
+        annotations["since"] = f"{time_of(condition.since_ms):%Y-%m-%dT%H:%M:%SZ}"
         alert = _replace(alert, annotations=annotations)
     if alert.is_open and "gpu_share" in alert.annotations:
         until_ms = now_ms if condition.ceased_ms is None else condition.ceased_ms

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import msgspec
 
 from streams.alerts.uses import FIGURES, STEP_MS
-from topics.alerts import Alert, AlertGroup, AlertReport, Limits, Rank, Seen, Suspect, fingerprint, time
+from topics.alerts import Alert, AlertGroup, AlertReport, Limits, Rank, Seen, Suspect, fingerprint
+from topics.times import time_of
 
 _MAD_TO_DEVIATION = 1.4826  # the standard deviation of normal values, divided by their MAD
 _BUSY_UTILIZATION = 0.2  # utilization from which on a GPU, and a workload, counts as working
@@ -184,13 +185,13 @@ def _firing_alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, susp
         node=node,
         fingerprint=fingerprint(pattern.name, group.cluster, node, rank.uuid),
         resolved_because=None,
-        starts_at=time(suspect.starts_ms or 0),
+        starts_at=time_of(suspect.starts_ms or 0),
         value=((suspect.starts_ms or 0) // STEP_MS * STEP_MS - suspect.since_ms) / 1000,
         labels=labels,
         annotations={
             **pattern.annotations,
             "evidence": suspect.evidence,
-            "since": f"{time(suspect.since_ms):%Y-%m-%dT%H:%M:%SZ}",
+            "since": f"{time_of(suspect.since_ms):%Y-%m-%dT%H:%M:%SZ}",
         },
     )
 
@@ -204,7 +205,7 @@ def _resolved_alerts(group: AlertGroup, suspect: Suspect, uuid: str, at_ms: int,
     return [
         _replace(
             group.alert, state="resolved", node=suspect.node, fingerprint=part.fingerprint, revision=0, gpus=(),
-            starts_at=time(suspect.starts_ms), ends_at=time(max(at_ms, suspect.starts_ms)), value=0.0,
+            starts_at=time_of(suspect.starts_ms), ends_at=time_of(max(at_ms, suspect.starts_ms)), value=0.0,
             labels={**group.alert.labels, **labels}, held=None, idle=None, resolved_because=reason,
         )
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from delivery.clock import now_ms
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
@@ -139,7 +140,7 @@ class Joiner:
             await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
             return
         partition, timestamp, now_s = slot.tp.partition, record.timestamp, self._clock()
-        logged_ms: int = timestamp if timestamp is not None and timestamp >= 0 else time.time_ns() // 1_000_000
+        logged_ms: int = timestamp if timestamp is not None and timestamp >= 0 else now_ms()
         watermark = self._watermarks[partition]
         self._forget_old_nodes(partition, record.key, now_s)
         if isinstance(decoded, Sample):

@@ -35,7 +35,8 @@ from tests.bench.attribution import cpu_s
 from tests.bench.score import joined
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 from topics.topic import decoder, node_key
 
 FLEET, SECONDS, FOR_S = "200x8", 600, 20
@@ -122,7 +123,7 @@ async def log_times(kafka: str) -> dict[Fired, tuple[int, int]]:
         alert = decode(record.value) if record.value else None
         idle = alert is not None and alert.name == "GPUHeldIdle" and alert.state == "firing" and not alert.revision
         if alert is not None and idle and alert.value is not None:
-            starts_ms = milliseconds(alert.starts_at)
+            starts_ms = epoch_ms(alert.starts_at)
             due_ms = starts_ms - round((alert.value - FOR_S) * 1000)
             if starts_ms - due_ms > TICK_MS:
                 continue

@@ -32,7 +32,8 @@ from streams.alerts.rules.rule import CAUSES, WINDOWED, Rule, Rules
 from tests.bench.idle import IDLE_BELOW
 from tests.bench.score import START_MS, joined
 from tests.producers.simulated.fleet_ticks import Tick as SimulatedTick
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 
 NODES, GPUS, SEED, POD_LIFE_S, MINUTES, STEP_S = 17, 12, 3, 7200, 90, 5
 HOURS, LABELLED_STEP_S = 6.5, 10
@@ -194,8 +195,8 @@ def firings(alerts: list[Alert]) -> list[Firing]:
     """The alerts in the order in which they fired, each with all that it was about."""
     by_key: dict[tuple[str, int], Firing] = {}
     for alert in alerts:
-        start_ms = milliseconds(alert.starts_at)
-        end_ms = FOREVER_MS if alert.ends_at is None else milliseconds(alert.ends_at)
+        start_ms = epoch_ms(alert.starts_at)
+        end_ms = FOREVER_MS if alert.ends_at is None else epoch_ms(alert.ends_at)
         key, labels = (alert.fingerprint, start_ms), alert.labels
         pod_name = f"{labels.get('k8s_namespace_name')}/{labels.get('k8s_pod_name')}"
         holders = [(gpu.node, gpu.pod or pod_name) for gpu in alert.gpus] or [(alert.node, pod_name)]

@@ -23,7 +23,7 @@ from gpustream.embedded import EmbeddedBroker
 from gpustream.output import table
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import Alert
-from topics.alerts import time as at
+from topics.times import time_of
 from topics.workloads import NodeWorkloads, Pod
 
 LABELS = {
@@ -168,7 +168,7 @@ def test_how_long_it_lasted_is_said_in_two_units(seconds: int, text: str) -> Non
 
 def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() -> None:
     evil = alert("a", labels={"k8s_pod_name": "\x1b[31m[red]x[/nonsense]"}, annotations={"summary": "a\tb\n\x07c"})
-    row = alerts.row(evil, at(START_MS))
+    row = alerts.row(evil, time_of(START_MS))
     console = Console(width=200)
     with console.capture() as printed:
         console.print(table(alerts.COLUMNS, [row], alerts.style))
@@ -179,7 +179,7 @@ def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() ->
 
 def test_an_alert_of_a_node_says_so() -> None:
     node: Alert = alert("", name="NodeSilent", labels={}, annotations={}, severity="critical")
-    row = alerts.row(node, at(START_MS + 90_000))
+    row = alerts.row(node, time_of(START_MS + 90_000))
     assert (row.where, row.who, row.lasted) == ("c1/n1", "", "1m 30s")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from delivery import topic_admin
+from delivery.clock import now_ms
 from delivery.sender import Sender
-from gpustream.output import now_ms
 from streams.alerts.rules import rules_file
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick

@@ -16,7 +16,8 @@ from tests.real.accounting import assert_accounted
 from tests.real.remote_write_fleet import count, ends, running, sink
 from tests.real.servers import KafkaServer, PrometheusServer
 from tests.sinks.alerts import alert
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 
 PARTITIONS = 2
 EVERY_MS = 2_000
@@ -88,7 +89,7 @@ async def test_an_alert_is_1_until_it_ends_through_a_restart_of_the_sink(
     assert before["over"] == [(start_ms + n * EVERY_MS, 1.0) for n in range(3)]
 
     end_ms = int(time.time() * 1000) - 3_000
-    await write(alerts, [fleet.alert("ending", milliseconds(ending.starts_at), end_ms)])
+    await write(alerts, [fleet.alert("ending", epoch_ms(ending.starts_at), end_ms)])
     second = sink(alerts, prometheus.write_url, protocol=protocol)
     async with running(second):
         await eventually(lambda: finished(second) == 1, "the end written")

@@ -24,10 +24,10 @@ from tests.real.pipeline import Gpustream, lag, read_all, sender_to
 from tests.real.servers import KafkaServer
 from tests.sinks.alerts import assert_says
 from tests.streams.alerts.ticks import START_MS, device, holder
-from topics.alerts import Alert, AlertGroup, milliseconds, transition_id
-from topics.alerts import time as time_of
+from topics.alerts import Alert, AlertGroup, transition_id
 from topics.attributed import Workload
 from topics.samples import Event
+from topics.times import epoch_ms, time_of
 from topics.topic import node_key
 
 NODES = 12
@@ -209,7 +209,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
         return resolved if len(resolved) == NODES else []
 
     resolved = await eventually(all_back, within_s=LIMIT_S, every_s=1)
-    assert {(alert.resolved_because, milliseconds(alert.ends_at or alert.starts_at)) for alert in resolved} == {
+    assert {(alert.resolved_because, epoch_ms(alert.ends_at or alert.starts_at)) for alert in resolved} == {
         ("ticks", last_ms + 60_000)
     }
     assert await read_all(empty_kafka.address, "gpu.dead-letters") == []

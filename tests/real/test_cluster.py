@@ -27,9 +27,9 @@ from confluent_kafka import Consumer, TopicPartition
 from prometheus_client.parser import text_string_to_metric_families
 
 from delivery import topic_admin
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.instruments import Instruments
-from gpustream.output import now_ms
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS

@@ -65,8 +65,9 @@ from tests.real.pipeline import Gpustream, read_all, sender_to
 from tests.real.servers import KafkaServer, PrometheusServer, find_java, find_kafka, find_prometheus
 from tests.test_compose import OURS, config
 from topics import catalogue
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.profiles import PROFILES
+from topics.times import epoch_ms
 from topics.topic import node_key
 from topics.usage import Usage
 
@@ -270,9 +271,9 @@ async def alerts(kafka: str, at_ms: int) -> list[dict[str, str]]:
     last: dict[bytes, Alert] = {}
     for record in await read_all(kafka, "gpu.alerts"):
         alert = msgspec.json.decode(record.value, type=Alert) if record.value else None
-        if alert is not None and milliseconds(alert.starts_at) <= at_ms:
+        if alert is not None and epoch_ms(alert.starts_at) <= at_ms:
             last[record.key] = alert
-    return [alert.labels for alert in last.values() if alert.ends_at is None or milliseconds(alert.ends_at) > at_ms]
+    return [alert.labels for alert in last.values() if alert.ends_at is None or epoch_ms(alert.ends_at) > at_ms]
 
 
 HELD_BY = {

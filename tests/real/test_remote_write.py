@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 
-from gpustream.output import now_ms
+from delivery.clock import now_ms
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.real.pipeline import lag

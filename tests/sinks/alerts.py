@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from sinks.consumer import Handler
 from sinks.outcomes import Outcomes
 from tests.sinks.records import ConsumedRecord
-from topics.alerts import TOPIC, Alert, fingerprint, time, transition_id
+from topics.alerts import TOPIC, Alert, fingerprint, transition_id
 from topics.reference import json_schema
+from topics.times import time_of
 
 START_MS = 1_795_219_152_500
 
@@ -21,7 +22,7 @@ def alert(
     pod: str = "a", starts_ms: int = START_MS, ends_ms: int | None = None, *, name: str = "GPUHeldIdle", **fields: Any
 ) -> Alert:
     """An alert about a pod; one with an end is resolved."""
-    end_fields = {} if ends_ms is None else {"ends_at": time(ends_ms), "resolved_because": "condition"}
+    end_fields = {} if ends_ms is None else {"ends_at": time_of(ends_ms), "resolved_because": "condition"}
     content: dict[str, Any] = {
         "schema": 1,
         "name": name,
@@ -29,7 +30,7 @@ def alert(
         "fingerprint": fingerprint(name, "c1", "n1", "GPU-a", pod),
         "cluster": "c1",
         "node": "n1",
-        "starts_at": time(starts_ms),
+        "starts_at": time_of(starts_ms),
         "severity": "warning",
         "value": 900.0,
         "labels": {"alertname": name, "severity": "warning", "k8s_node_name": "n1", "k8s_pod_name": pod},

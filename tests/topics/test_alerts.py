@@ -6,16 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sinks.alerts import assert_says
-from topics.alerts import MAX_TIME_MS, TOPIC, Alert, fingerprint, kafka_headers, milliseconds, time, transition_id
+from topics.alerts import TOPIC, Alert, fingerprint, kafka_headers, transition_id
+from topics.times import MAX_TIME_MS, epoch_ms, time_of
 
 ALERT = msgspec.convert(TOPIC.example, Alert)
 
 
 @given(st.integers(0, MAX_TIME_MS))
 def test_a_time_is_read_back_to_the_millisecond_that_was_written(ms: int) -> None:
-    alert = msgspec.structs.replace(ALERT, starts_at=time(ms))
+    alert = msgspec.structs.replace(ALERT, starts_at=time_of(ms))
 
-    assert milliseconds(msgspec.json.decode(msgspec.json.encode(alert), type=Alert).starts_at) == ms
+    assert epoch_ms(msgspec.json.decode(msgspec.json.encode(alert), type=Alert).starts_at) == ms
 
 
 def test_a_transition_is_distinguished_by_fingerprint_start_and_state() -> None:
@@ -44,7 +45,7 @@ def test_the_example_has_the_fingerprint_of_its_subject() -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(["firing", "resolved", "acknowledged"]))
 def test_a_record_is_a_cloud_event_to_the_official_sdk(name: str, state: str) -> None:
-    ends_at = time(1_795_219_999_001) if state == "resolved" else None
+    ends_at = time_of(1_795_219_999_001) if state == "resolved" else None
     alert = msgspec.structs.replace(ALERT, name=name, state=state, ends_at=ends_at)
     headers, key = dict(kafka_headers(alert)), alert.fingerprint.encode()
 

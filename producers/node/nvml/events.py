@@ -18,10 +18,10 @@ import functools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from delivery import clock
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.binding import (
@@ -294,7 +294,7 @@ class _XidWatch:
         """Collect an event and those behind it. Raises NvmlError."""
         while event is not None:
             if event.kind & XID_EVENT:
-                now_ms, gpu = time.time_ns() // 1_000_000, self._indexes.get(event.address)
+                now_ms, gpu = clock.now_ms(), self._indexes.get(event.address)
                 result.xids.append(Xid(gpu, event.data, now_ms, event.gpu_instance, event.compute_instance))
             event = self._nvml.wait(events, 0) if len(result.xids) < MAX_BATCH else None
 

@@ -13,11 +13,11 @@ UUID of a handle first.
 
 import contextlib
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from delivery.clock import now_ms
 from producers.node.cgroups import ProcessOwners
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
@@ -137,7 +137,7 @@ class PhysicalGpu:
         self.calls.begin_reading()
         try:
             self._refresh()
-            read_ms = time.time_ns() // 1_000_000
+            read_ms = now_ms()
             devices = self._devices(process_kinds)
             changes = [
                 (uuid, change)
@@ -146,7 +146,7 @@ class PhysicalGpu:
             ]
         except GpuLost as error:
             gpu_lost = error
-            read_ms = time.time_ns() // 1_000_000
+            read_ms = now_ms()
             for _, device in self._sampled_devices():
                 device.metrics.forget_counts()  # when the GPU comes back, its counters may start again from 0
             self._was_lost, self._listed_s = True, None  # and its layout may differ

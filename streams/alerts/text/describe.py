@@ -20,8 +20,9 @@ from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
-from topics.alerts import Alert, AlertState, moment, time
+from topics.alerts import Alert, AlertState
 from topics.attributed import JOB, Holder
+from topics.times import moment, time_of
 
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
 Pairs = Iterable[tuple[str, str | int | None]]
@@ -89,7 +90,7 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         description = _TEMPLATES[rule.kind][1].format(summary=summary, **fields)
     if rule.kind == "stalled":
         more_annotations = _waste_annotations(1.0, tick.ts_ms - since_ms) | {
-            "last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"
+            "last_active": f"{time_of(since_ms):%Y-%m-%dT%H:%M:%SZ}"
         }
         more_annotations |= {"evidence": fields["evidence"].removesuffix(".")}
     elif rule.kind in (*WINDOWED, "crash_loop"):
@@ -140,7 +141,7 @@ def with_final_figures(alert: Alert, held_ms: int) -> Alert:
 def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
     """The labels and annotations of the alert about a node without ticks."""
     holding_pods = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
-    summary = f"{state.node} has sent nothing since {moment(time(state.last_ts_ms))}"
+    summary = f"{state.node} has sent nothing since {moment(time_of(state.last_ts_ms))}"
     description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(holding_pods, 'pod')}."
     return _make_labels(rule, state.cluster, state.node, ()), _make_annotations(rule, summary, description, {}, wording)
 
@@ -214,7 +215,7 @@ def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[st
     """The summary, the description, and the annotations about the waste."""
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
-    since = moment(time(min(since_ms, tick.ts_ms)))
+    since = moment(time_of(min(since_ms, tick.ts_ms)))
     summary = f"{_pod_text(pod)} holds {_device_text(finding, tick)} and has not used it since {since}"
     used_bytes = held_memory(finding.facts.pods, finding.facts.device, finding.facts.sharing)
     if used_bytes is None:
@@ -228,9 +229,9 @@ def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[st
     if share.ratio is not None:
         wasted = f"{idle_ms / 1000 * share.ratio:.0f}"
         more_annotations = {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": wasted}
-        sentences.append(f"Wasted by {moment(time(tick.ts_ms))}: {wasted} GPU-seconds ({share.how}).")
+        sentences.append(f"Wasted by {moment(time_of(tick.ts_ms))}: {wasted} GPU-seconds ({share.how}).")
     if since_ms > finding.since_ms:  # else it has not worked since its grace was over
-        more_annotations["last_active"] = f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"
+        more_annotations["last_active"] = f"{time_of(since_ms):%Y-%m-%dT%H:%M:%SZ}"
     return summary, " ".join(filter(None, sentences)), more_annotations
 
 
@@ -239,7 +240,7 @@ def _waste_annotations(share: float, lasted_ms: int) -> dict[str, str]:
 
 
 def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
-    facts, value, now = finding.facts, finding.value, moment(time(tick.ts_ms))
+    facts, value, now = finding.facts, finding.value, moment(time_of(tick.ts_ms))
     device, remembered = facts.device, facts.remembered or DeviceMemory()
     holders = _join_names(_pod_text(pod) for pod in facts.pods)
     holders_given = _join_names(_pod_text(pod) for pod in facts.pods if not pod.observed)
@@ -258,7 +259,7 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
         "value": value or 0,
         "text": facts.text,
         "pod": _pod_text(facts.pods[0]) if facts.pods else "",
-        "since": moment(time(min(since_ms, tick.ts_ms))),
+        "since": moment(time_of(min(since_ms, tick.ts_ms))),
         "now": now,
         "held": f"Held by {holders}." if holders else "No pod holds it.",
         "held_then": f"Held then by {holders}." if holders else "No pod held it then.",

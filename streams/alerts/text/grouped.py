@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Kind, Rule, Rules
-from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope, moment, time
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope
+from topics.times import moment, time_of
 
 _DEVICE_LABELS = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
 _POD_LABELS = ("k8s_pod_name", "k8s_pod_uid")
@@ -129,7 +130,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     """The annotations of an alert about how pods use their GPUs."""
     rule = rules.by_name.get(alert.name)
     firing_members = [member for member in group.members if member.ended_ms is None]
-    figures, waste_text = _waste_figures(group.members, rules, f"Wasted by {moment(time(report.ts_ms))}")
+    figures, waste_text = _waste_figures(group.members, rules, f"Wasted by {moment(time_of(report.ts_ms))}")
     last_active = max([member.last_active for member in firing_members if member.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     kind: Kind = rule.kind if rule is not None and rule.kind in _POD_TEXTS else "held_idle"
@@ -172,7 +173,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
 
 def _since_text(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
     """The end of the summary: since when the condition holds, and until when some GPU worked for a moment meanwhile."""
-    starts = [time(member.starts_ms) if window else member.since for member in members]
+    starts = [time_of(member.starts_ms) if window else member.since for member in members]
     known_starts = [start for start in starts if start is not None]
     if not known_starts:
         return ""

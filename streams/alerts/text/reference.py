@@ -19,9 +19,10 @@ from streams.alerts.rules.rule import ALL_GPUS_KINDS, KINDS, WASTE, WINDOWED, Ki
 from streams.alerts.text.describe import describe, describe_silence
 from streams.alerts.tick import Device, Metrics, Tick
 from streams.alerts.xids import XID_KINDS, XIDS
-from topics.alerts import Alert, AlertReport, AlertState, time
+from topics.alerts import Alert, AlertReport, AlertState
 from topics.attributed import Holder, Workload
 from topics.reference import filled, generate, table
+from topics.times import time_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "alerts.md"
 
@@ -161,13 +162,13 @@ def _example_sentences(rule: Rule) -> Sequence[str]:
         )
         labels, annotations = describe_silence(rule, state, Memory(devices={"GPU-1": remembered}))
     if rule.kind in WASTE:
-        annotations |= {"since": f"{time(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
+        annotations |= {"since": f"{time_of(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
         if rule.kind == "straggler":
             annotations |= {"evidence": "SM clock 1200 MHz (its peers SM clock 1980 MHz)"}
         window_s = rule.window_ms / 1000 if rule.kind in WINDOWED else 0.0
         part = Alert(
             schema=1, name=rule.name, state="firing", fingerprint="0" * 16, cluster="prod", node="gpu-node-1",
-            starts_at=time(fired_ms), severity=rule.severity, value=(fired_ms - _SINCE_MS) / 1000 + window_s,
+            starts_at=time_of(fired_ms), severity=rule.severity, value=(fired_ms - _SINCE_MS) / 1000 + window_s,
             labels=labels, annotations=annotations,
         )  # fmt: skip
         report = AlertReport(

@@ -24,6 +24,7 @@ from tests.eventually import LIMIT_S
 from tests.usage_records import START_MS, usage
 from topics import alerts
 from topics.alerts import Alert
+from topics.times import time_of
 from topics.usage import HOUR_MS, HOURS, MINUTES, Usage
 
 TIME = ("--from", "2026-11-20", "--to", "2026-11-20T04:00Z")
@@ -43,10 +44,10 @@ PRICES = 'currency: EUR\nprices:\n  - {model: "NVIDIA H100*", per_gpu_hour: 3.00
 
 
 def _alert(number: int, from_h: float, to_h: float | None = None, **more: Any) -> Alert:
-    ends = None if to_h is None else alerts.time(START_MS + round(to_h * HOUR_MS))
+    ends = None if to_h is None else time_of(START_MS + round(to_h * HOUR_MS))
     fields = {"name": "GPUHeldIdle", "labels": {"team": "vision"}, "cluster": "c1", "node": "n1", **more}
     fields |= {"fingerprint": f"{number:016x}", "severity": "warning", "schema": 1, "ends_at": ends}
-    starts = alerts.time(START_MS + round(from_h * HOUR_MS))
+    starts = time_of(START_MS + round(from_h * HOUR_MS))
     return Alert(starts_at=starts, state="firing" if ends is None else "resolved", **fields)
 
 

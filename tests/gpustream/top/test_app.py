@@ -19,7 +19,7 @@ from producers.simulated.fleet import Fleet as SimulatedFleet
 from tests.eventually import eventually
 from tests.gpustream.test_fleet import fleet_of, gpu, record, tick
 from tests.sinks.alerts import START_MS, alert, alert_record
-from topics.alerts import time
+from topics.times import time_of
 from topics.topic import EXAMPLES
 
 SIZES = [(80, 24), (200, 60)]
@@ -44,7 +44,7 @@ def _simulated_ticks(nodes: int, seconds: int) -> list[tuple[int, Tick]]:
 
 
 def now_of(fleet: Fleet, alerts: LatestAlerts | None = None, trouble: str = "") -> Callable[[], Now]:
-    at_time = time(START_MS + 61_000)
+    at_time = time_of(START_MS + 61_000)
     return lambda: Now(
         fleet, views.firing(alerts or LatestAlerts(), at_time), at_time, "gpustream top", ["4 ticks/s"], trouble
     )

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from sinks.alertmanager import postable, request
 from tests.sinks.alerts import START_MS, alert
-from topics.alerts import MAX_TIME_MS, milliseconds, time
+from topics.times import MAX_TIME_MS, epoch_ms, time_of
 
-NOW = time(START_MS + 300_000)
+NOW = time_of(START_MS + 300_000)
 
 
 def encoded(transition: Any, now: datetime = NOW, url: str | None = None) -> dict[str, Any]:
@@ -71,14 +71,14 @@ def test_a_resolved_alert_is_over_now_and_not_before_it_began_whatever_its_node_
 def test_alertmanager_finds_no_error_in_the_times(starts_ms: int, lasted_ms: int | None, resend_s: float) -> None:
     ends_ms = None if lasted_ms is None else min(max(0, starts_ms + lasted_ms), MAX_TIME_MS)
     posted = postable(alert(starts_ms=starts_ms, ends_ms=ends_ms), NOW, resend_s)
-    assert posted.starts_at == min(time(starts_ms), NOW)
+    assert posted.starts_at == min(time_of(starts_ms), NOW)
     assert posted.ends_at >= posted.starts_at
     if lasted_ms is None:
         assert posted.ends_at == NOW + timedelta(seconds=4 * resend_s)
 
 
 def test_a_resolved_alert_of_a_node_whose_clock_was_ahead_is_over_now() -> None:
-    ahead_ms = milliseconds(NOW) + 8 * 3_600_000
+    ahead_ms = epoch_ms(NOW) + 8 * 3_600_000
     posted = postable(alert(starts_ms=ahead_ms, ends_ms=ahead_ms), NOW, 60.0)
     assert posted.ends_at <= NOW
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
-from gpustream.output import now_ms
 from sinks.alertmanager import COMPONENT, INSTRUMENTS, AlertmanagerPartition, Notifier
 from sinks.outcomes import Outcomes
 from sinks.settings import AlertmanagerSettings

@@ -19,7 +19,8 @@ from sinks.reclaim.sink import ReclaimPartition
 from tests.sinks.alerts import START_MS, alert, alert_record
 from tests.sinks.records import ConsumedRecord
 from topics.actions import Action
-from topics.alerts import Alert, AlertGpu, time
+from topics.alerts import Alert, AlertGpu
+from topics.times import time_of
 
 Json = dict[str, Any]
 Fault = Callable[[str, str], Answer | None]
@@ -271,4 +272,4 @@ def away(method: str, path: str) -> Answer | None:
 
 def over(firing: Alert, at_ms: int) -> Alert:
     """The alert, resolved."""
-    return msgspec.structs.replace(firing, state="resolved", ends_at=time(at_ms))
+    return msgspec.structs.replace(firing, state="resolved", ends_at=time_of(at_ms))

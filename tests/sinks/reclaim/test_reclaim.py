@@ -16,7 +16,8 @@ from sinks.reclaim.ledger import Ledger
 from tests.sinks.alerts import START_MS, alert
 from tests.sinks.reclaim.fakes import HOUR_MS, Fault, Killed, Replica, World, away, over, status
 from topics.actions import Action, Target, action_id
-from topics.alerts import Alert, time
+from topics.alerts import Alert
+from topics.times import time_of
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/ml/deployments/web"
 POD = "/api/v1/namespaces/ml/pods/web-0"
@@ -42,7 +43,7 @@ async def test_a_deployment_is_scaled_to_0_when_its_namespace_says_so_and_not_be
     await sink.run()
     await sink.run(later_ms=4 * HOUR_MS - 1000)
     assert (world.states(), replicas(world)) == (["planned"], 2)
-    assert world.log[0].due_at == time(START_MS + 4 * HOUR_MS)
+    assert world.log[0].due_at == time_of(START_MS + 4 * HOUR_MS)
     world.write(world.deployment())  # the alert is renewed
     await sink.run(later_ms=1000)
     assert (world.states(), replicas(world)) == (["planned", "intended", "done"], 0)
@@ -320,7 +321,7 @@ async def test_the_least_time_of_the_operator_overrides_a_shorter_one_of_a_names
     world = World("scale=1s")
     world.write(world.deployment())
     await world.replica(least_s=7200.0).run()
-    assert world.log[0].due_at == time(START_MS + 2 * HOUR_MS)
+    assert world.log[0].due_at == time_of(START_MS + 2 * HOUR_MS)
 
 
 # -- the API server's answers

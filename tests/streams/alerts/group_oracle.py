@@ -15,8 +15,9 @@ import msgspec
 from streams.alerts.rules.rule import Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.oracle import MINUTE_MS, MISSING_SAYS_NOTHING_MS, OF_PODS, WINDOW_STEP_MS, History, Spell
-from topics.alerts import Alert, AlertGpu, milliseconds
+from topics.alerts import Alert, AlertGpu
 from topics.attributed import Holder
+from topics.times import epoch_ms
 
 AT_ONE_TIME = ("missing", "lost", "not_answering")
 SEVERITIES = ("info", "warning", "critical")
@@ -76,8 +77,8 @@ def as_written(number: int, alert: Alert) -> Transition:
     else:
         whose = ("pod", alert.node, *pod) if pod[1] else ("node", alert.node)
     return Transition(
-        number, alert.name, whose, alert.state, alert.revision, milliseconds(alert.starts_at),
-        None if alert.ends_at is None else milliseconds(alert.ends_at), alert.severity, frozenset(alert.gpus),
+        number, alert.name, whose, alert.state, alert.revision, epoch_ms(alert.starts_at),
+        None if alert.ends_at is None else epoch_ms(alert.ends_at), alert.severity, frozenset(alert.gpus),
         alert.held, alert.idle,
     )  # fmt: skip
 

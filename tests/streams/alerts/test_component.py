@@ -22,8 +22,9 @@ from tests.streams.alerts.fakes import Broker, Worker
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, holder, overlay, tick
 from tests.streams.fakes import Record
-from topics.alerts import MAX_TIME_MS, AlertGroup, time
+from topics.alerts import AlertGroup
 from topics.attributed import Workload
+from topics.times import MAX_TIME_MS, time_of
 from topics.workloads import NodeWorkloads
 
 KEY = b"c/n"
@@ -305,7 +306,7 @@ async def test_a_worker_that_read_its_successors_state_before_it_lost_the_partit
     await stopped.start()
     await stopped.live()
     (fired,) = broker.alerts()
-    assert (fired.name, fired.starts_at) == ("GPUThermalSlowdown", time(START_MS + 700_000))
+    assert (fired.name, fired.starts_at) == ("GPUThermalSlowdown", time_of(START_MS + 700_000))
 
 
 # -- nodes without ticks
@@ -479,7 +480,7 @@ async def test_a_node_that_was_removed_from_the_cluster_is_not_silent_and_its_al
     await worker.wait(600)
     assert alerts_written(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
     last = broker.alerts()[-1]
-    assert (last.resolved_because, last.ends_at) == ("node_removed", time(START_MS + 699_000))
+    assert (last.resolved_because, last.ends_at) == ("node_removed", time_of(START_MS + 699_000))
     successor = await working(broker)
     successor.clocks.started_ms = START_MS + 10_000_000
     await successor.wait(600)
@@ -652,7 +653,7 @@ async def test_no_error_is_forgotten_by_a_worker_that_takes_over(killed: int) ->
             worker = await working(broker, ERRORS)
             await worker.live()
     assert [(alert.state, alert.value, alert.starts_at) for alert in broker.alerts()] == [
-        ("firing", 9.0, time(tick(11).ts_ms))
+        ("firing", 9.0, time_of(tick(11).ts_ms))
     ]
 
 

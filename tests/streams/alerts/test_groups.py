@@ -17,8 +17,9 @@ from streams.alerts.node import Replay
 from streams.alerts.rules.rule import Rules, Wording
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
-from topics.alerts import Alert, AlertGroup, AlertReport, fingerprint, milliseconds, time, transition_id
+from topics.alerts import Alert, AlertGroup, AlertReport, fingerprint, transition_id
 from topics.attributed import Holder
+from topics.times import epoch_ms, time_of
 
 SOON_RULES = overlay("""
 [rules.GPUHeldIdle]
@@ -189,7 +190,7 @@ def test_it_is_a_warning_and_then_critical_in_one_rule() -> None:
     assert [(alert.severity, alert.labels["severity"], alert.revision) for alert in alerts] == [
         ("warning", "warning", 0), ("critical", "critical", 1)
     ]  # fmt: skip
-    assert milliseconds(alerts[0].starts_at) == START_MS + 30_000
+    assert epoch_ms(alerts[0].starts_at) == START_MS + 30_000
 
 
 def test_the_alert_says_what_is_wasted_what_it_costs_and_who_owns_it() -> None:
@@ -206,7 +207,7 @@ def test_the_alert_says_what_is_wasted_what_it_costs_and_who_owns_it() -> None:
     assert (first.annotations["cost"], first.annotations["currency"]) == ("0.06", "EUR")
     assert last.annotations["wasted_gpu_seconds"] == "98"
     assert first.annotations["runbook"] == "https://wiki.example.org/gpu/GPUHeldIdle.md"
-    assert first.annotations["last_active"] == f"{time(START_MS + 1000):%Y-%m-%dT%H:%M:%SZ}"
+    assert first.annotations["last_active"] == f"{time_of(START_MS + 1000):%Y-%m-%dT%H:%M:%SZ}"
     assert "gpustream.dev/idle-after" in first.annotations["policy"]
 
 
@@ -247,7 +248,7 @@ def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk()
     alerts = fired(DEFAULTS, *[(range(30 * i, 30 * i + 1), "n", devices) for i, devices in enumerate(moments)])
     stalled = [alert for alert in alerts if alert.name == "GPUStalled"]
     assert summary(stalled) == [("firing", 0, 4, 4), ("resolved", 0, 4, 4), ("firing", 0, 4, 4)]
-    assert stalled[1].ends_at == time(START_MS + 1_200_000)
+    assert stalled[1].ends_at == time_of(START_MS + 1_200_000)
     assert stalled[2].starts_at > stalled[1].ends_at
 
 

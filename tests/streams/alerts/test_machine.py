@@ -15,8 +15,9 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import SHORT_RULES, lives
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
-from topics.alerts import Alert, milliseconds, time, transition_id
+from topics.alerts import Alert, transition_id
 from topics.attributed import AttributedEvent
+from topics.times import epoch_ms, time_of
 from topics.workloads import UnwellDevice
 
 IDLE = device(0, holder(), busy=0.0)
@@ -56,7 +57,7 @@ class Life:
 
 
 def second(at_s: float) -> object:
-    return time(START_MS + round(at_s * 1000))
+    return time_of(START_MS + round(at_s * 1000))
 
 
 # -- firing
@@ -394,7 +395,7 @@ def test_no_gpu_that_worked_within_the_duration_is_held_idle(ticks: list[Tick]) 
         for alert in life.step(node_tick):
             if alert.name != "GPUHeldIdle" or alert.state != "firing":
                 continue
-            since_ms = milliseconds(alert.starts_at) - rule.for_ms
+            since_ms = epoch_ms(alert.starts_at) - rule.for_ms
             run = _since(since_ms, ticks[: i + 1])
             worked = [t for t in run for d in t.devices if d.uuid == gpu(0) and (d.metrics.gpu_utilization_ratio or 0)]
             assert worked == []

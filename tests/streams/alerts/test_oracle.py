@@ -10,9 +10,10 @@ from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.oracle import Transition, transitions
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, mig, overlay
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.attributed import AttributedEvent, Attribution, Holder, Parts
 from topics.samples import Job
+from topics.times import epoch_ms
 
 RULES = overlay("""
     [rules.GPUHeldIdle]
@@ -278,7 +279,7 @@ def transitions_of(ticks: list[Tick]) -> list[Transition]:
 def _transition(alert: Alert) -> Transition:
     counted = alert.state == "firing" and alert.name in ("GPUEccUncorrectable", "GPUNvlinkErrors")
     time = alert.starts_at if alert.ends_at is None else alert.ends_at
-    return Transition(alert.name, alert.fingerprint, alert.state, milliseconds(time), alert.value if counted else None)
+    return Transition(alert.name, alert.fingerprint, alert.state, epoch_ms(time), alert.value if counted else None)
 
 
 @given(st.lists(moments, min_size=1, max_size=8))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, device, holder, overlay, tick
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 
 FOR_S, GRACE_S = 30, 10
 RULES = overlay(f'[rules.GPUHeldIdle]\nfor = "{FOR_S}s"\ngrace = "{GRACE_S}s"')
@@ -45,7 +46,7 @@ def test_no_gpu_is_reported_as_idle_that_worked_or_was_not_held_within_the_durat
     ticks = spread(story)
     for alert in transitions(ticks):
         if alert.state == "firing":
-            fired_ms = milliseconds(alert.starts_at)
+            fired_ms = epoch_ms(alert.starts_at)
             last = [moment.devices[0] for moment in ticks if fired_ms - FOR_S * 1000 <= moment.ts_ms <= fired_ms]
             assert len(last) == FOR_S + 1
             assert all(sample.metrics.gpu_utilization_ratio in (None, 0.0) for sample in last)
@@ -69,7 +70,7 @@ def test_a_gpu_that_was_held_idle_for_long_enough_is_reported_whatever_was_befor
     idle = ("new", 0.0, "ok", GRACE_S + FOR_S + 1 + extra_s)
     ticks = spread([*story, idle])
     (alert,) = [alert for alert in transitions(ticks) if alert.labels["k8s_pod_name"] == "new"]
-    assert milliseconds(alert.starts_at) == ticks[-1 - extra_s].ts_ms
+    assert epoch_ms(alert.starts_at) == ticks[-1 - extra_s].ts_ms
     assert alert.value == FOR_S
 
 

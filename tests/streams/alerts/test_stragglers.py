@@ -11,8 +11,9 @@ import pytest
 from streams.alerts.node import Replay
 from streams.alerts.stragglers import outliers
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
-from topics.alerts import Alert, Limits, Rank, milliseconds
+from topics.alerts import Alert, Limits, Rank
 from topics.attributed import Workload
+from topics.times import epoch_ms
 from topics.workloads import MAINTENANCE
 
 ON = overlay("[rules.GPUStraggler]\nenabled = true")
@@ -172,7 +173,7 @@ def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_fi
             tick(second, *[device(i, holder(), **WORKS | rank_metrics) for i, rank_metrics in enumerate(slow)])
         )
     (alert,) = alerts
-    assert milliseconds(alert.starts_at) == START_MS + 660_000
+    assert epoch_ms(alert.starts_at) == START_MS + 660_000
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (since 2026-11-21 00:00 UTC)"
 
 
@@ -262,4 +263,4 @@ def test_a_suspect_that_goes_idle_is_reported_as_idle_and_not_compared_any_more(
 
     begin, end = fired(first_stops, range(120))
     assert (begin.state, end.state, end.resolved_because) == ("firing", "resolved", "superseded")
-    assert 45 * 60_000 <= milliseconds(end.ends_at or begin.starts_at) - START_MS < 47 * 60_000
+    assert 45 * 60_000 <= epoch_ms(end.ends_at or begin.starts_at) - START_MS < 47 * 60_000

@@ -8,7 +8,8 @@ import pytest
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, findings_in, holder, mig, overlay, tick, verdict
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
+from topics.times import epoch_ms
 
 ON = overlay("[rules.GPUStalled]\nenabled = true")
 HUNG: dict[str, Any] = {
@@ -84,7 +85,7 @@ def test_it_is_no_alert_until_all_ranks_of_the_workload_stall_and_ends_when_one_
     alert, *updates, end = fired(
         (range(0, 605, 5), [hung(), *working]), (range(605, 1210, 5), all_hung), (range(1210, 1600, 5), one_works)
     )
-    assert (alert.idle, alert.held, milliseconds(alert.starts_at)) == (8, 8, START_MS + 1_205_000)
+    assert (alert.idle, alert.held, epoch_ms(alert.starts_at)) == (8, 8, START_MS + 1_205_000)
     assert (end.state, end.resolved_because, updates) == ("resolved", "condition", [])
 
 
@@ -139,7 +140,7 @@ def test_a_rank_that_is_idle_while_all_others_stall_does_not_hide_it_and_is_name
     culprit = device(3, holder("bert-3"), **{**HUNG, "busy": 0.0, "sm_active_ratio": 0.0})
     alerts = of_job((range(0, 1205, 5), [hung(0), hung(1), hung(2), culprit]))
     stalled = alerts["GPUStalled"][0]
-    assert (stalled.idle, stalled.held, milliseconds(stalled.starts_at)) == (3, 4, START_MS + 1_200_000)
+    assert (stalled.idle, stalled.held, epoch_ms(stalled.starts_at)) == (3, 4, START_MS + 1_200_000)
     summary = "Job ml/bert: 3 of 4 GPUs stalled, the other one is idle (since 2026-11-20 23:59 UTC)"
     assert stalled.annotations["summary"] == summary
     assert "Idle: GPU 3 of n (ml/bert-3). Look there first" in stalled.annotations["description"]

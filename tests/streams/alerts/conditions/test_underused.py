@@ -7,8 +7,9 @@ import pytest
 
 from streams.alerts.node import Replay
 from tests.streams.alerts.ticks import START_MS, device, findings_in, holder, overlay, tick, verdict
-from topics.alerts import Alert, milliseconds
+from topics.alerts import Alert
 from topics.attributed import Holder
+from topics.times import epoch_ms
 
 ON = overlay("""
     [rules.GPUUnderused]
@@ -37,7 +38,7 @@ def test_a_notebook_with_a_cell_each_14_minutes_is_underused_and_never_idle() ->
     assert not fired("GPUHeldIdle", {0: 0.6, 1: 0.0}, 120)
     alert, *rest = fired("GPUUnderused", {0: 0.6, 1: 0.0}, 120)
     assert not rest
-    assert milliseconds(alert.starts_at) - START_MS == 42 * 60_000  # with the next cell: until then it might be idle
+    assert epoch_ms(alert.starts_at) - START_MS == 42 * 60_000  # with the next cell: until then it might be idle
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 1 GPU underused (in the 30m until 2026-11-21 00:41 UTC)"
     assert alert.annotations["evidence"].startswith("GPU 0 of n: used for ")
     assert float(alert.annotations["wasted_gpu_hours"]) == pytest.approx(0.7 * 0.94, abs=0.03)
@@ -69,7 +70,7 @@ def test_it_ends_with_its_pod_though_another_one_holds_the_gpu_then() -> None:
     alert, end = [candidate for candidate in alerts if candidate.name == "GPUUnderused"][:2]
     assert (alert.gpus[0].pod, end.state, end.resolved_because) == ("ml/first", "resolved", "pod_ended")
     assert end.ends_at is not None
-    assert milliseconds(end.ends_at) - START_MS == 3_600_000
+    assert epoch_ms(end.ends_at) - START_MS == 3_600_000
 
 
 def test_it_fires_on_while_a_clock_that_was_set_back_shows_less_than_a_window() -> None:
