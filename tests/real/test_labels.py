@@ -46,7 +46,7 @@ def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: 
     """Run a fleet of which every tick is attributed exactly."""
     for attempt in range(ATTEMPTS):
         filled = run(prometheus, directory / f"truth-{attempt}.jsonl", f"{cluster}-{attempt}", *options)
-        if filled.summary["attributed"]["late"] == 0:
+        if filled.summary["attributed"]["exact"] == filled.summary["ticks"]:
             return filled
     pytest.fail(f"in each of {ATTEMPTS} runs pods were known too late")
 

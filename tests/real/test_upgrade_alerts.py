@@ -76,7 +76,8 @@ async def test_open_alerts_of_the_previous_version_are_neither_lost_nor_doubled(
     await send(kafka.address, *story()[:OPEN])
 
     async def alerts() -> list[dict[str, Any]]:
-        decoded = [msgspec.json.decode(record.value) for record in await read_all(kafka.address, "gpu.alerts")]
+        records = await read_all(kafka.address, "gpu.alerts")
+        decoded = [msgspec.json.decode(record.value) for record in records if record.value]  # what is over is deleted
         return decoded[len(old) :]
 
     def last_of(new_alerts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
