@@ -163,9 +163,10 @@ class NodeProducer:
     def _all_jobs_known(self, device: Mapping[str, Any]) -> bool:
         """Whether a device without a job has none: its file says so, or without files, from the first job on, the
         processes on it."""
-        if self._settings.pod_resources_socket is not None:
+        files_were_read = self._job_files.were_read()
+        if self._settings.pod_resources_socket is not None or files_were_read is None:
             return False
-        if self._job_files.were_read():
+        if files_were_read:
             return self._job_files.cover(device)
         return self._process_owners.jobs.any() and device.get("processes") is not None
 

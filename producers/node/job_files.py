@@ -183,7 +183,7 @@ class JobFiles:
         self._job_ids_by_file: JobIdsByFile = {}
         self._jobs_by_id: Mapping[str, Job] = {}
         self._unknown_files: frozenset[str] = frozenset()
-        self._directory_was_read = False
+        self._directory_was_read: bool | None = False if directory is None else None
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._logged_s: dict[tuple[Reason, Path], float] = {}
 
@@ -206,8 +206,8 @@ class JobFiles:
             return job
         return Job(job.id, *(new or old for new, old in zip(described[1:], job[1:], strict=True)))
 
-    def were_read(self) -> bool:
-        """Whether the last reading that has ended could list the job files."""
+    def were_read(self) -> bool | None:
+        """Whether the last reading that has ended could list the job files; None before the first one has ended."""
         return self._directory_was_read
 
     def cover(self, device: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from producers import PRODUCERS, publisher
 from producers.node import instruments as own
 from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
+from producers.node.job_files import JobFiles, JobMapping
 from producers.node.jobs import Evidence
 from tests.eventually import LIMIT_S, eventually
 from tests.nvml.scripted import Process, ScriptedNvml
@@ -356,6 +358,27 @@ async def test_without_files_a_gpu_whose_processes_are_not_known_is_not_said_to_
     bench.gpus.answer = [{**devices()[0], "index": 0, "processes": []}, silent]
     await bench.until(lambda: len(bench.ticks) > 0)
     assert [device.get("jobs") for device in bench.ticks[0]["devices"]] == [[], None]
+
+
+async def test_before_the_job_files_were_read_no_gpu_is_said_to_have_no_job(tmp_path: Path) -> None:
+    bench = Bench(hpc_job_mapping_dir=tmp_path, pod_resources_socket=None)
+    bench.component._process_owners.jobs.learn("7", Evidence(from_cgroup=True))
+    bench.gpus.answer = [{**devices()[0], "index": 0, "processes": []}]
+    ticked = threading.Event()
+
+    def read_slowly() -> JobMapping:
+        ticked.wait(LIMIT_S)
+        return JobMapping({}, [])
+
+    bench.component._job_files = JobFiles(tmp_path, bench.component._instruments, read_directory=read_slowly)
+
+    def both() -> bool:
+        if bench.ticks:
+            ticked.set()
+        return bool(bench.ticks) and jobs_in(bench.ticks[-1]) == [[]]
+
+    await bench.until(both)
+    assert jobs_in(bench.ticks[0]) == [None]
 
 
 async def test_a_process_of_a_job_gives_its_gpu_the_job_its_user_and_its_partition(

@@ -311,7 +311,7 @@ async def test_files_that_were_never_read_do_not_say_that_a_gpu_has_no_job(tmp_p
         return next(mappings)
 
     bench = Bench(tmp_path, look)
-    assert (await bench.files.read(0.01), bench.files.were_read()) == ({}, False)
+    assert (await bench.files.read(0.01), bench.files.were_read()) == ({}, None)
     hangs.set()
     assert (await bench.files.read(WITHIN_S), bench.files.were_read()) == ({}, False)
     hangs.clear()
