@@ -14,10 +14,10 @@ NAMES = ("gpustream-node.service", "gpustream@.service")
 
 
 class Unit(dict[str, list[str]]):
-    """The directives of a unit's [Service] section, each with all its values."""
+    """The directives of a unit, each with all its values."""
 
     def __init__(self, name: str) -> None:
-        for line in (UNITS / name).read_text().partition("[Service]")[2].partition("[Install]")[0].splitlines():
+        for line in (UNITS / name).read_text().splitlines():
             key, equals, value = line.partition("=")
             if equals and not line.startswith("#"):
                 self.setdefault(key, []).append(value)
@@ -59,6 +59,12 @@ def test_the_node_producer_sees_nvmls_devices_and_the_processes_of_others(monkey
     with parsed(unit["ExecStart"][0].split()[1:]) as context:
         assert context.params["pod_resources_socket"] is None
         assert context.params["hpc_job_mapping_dir"] == Path("/run/gpu-jobs")
+
+
+def test_the_driver_is_loaded_before_systemd_looks_up_its_devices() -> None:
+    unit = Unit("gpustream-node.service")
+    assert "modprobe@nvidia.service" in unit["Wants"][0].split()
+    assert "modprobe@nvidia.service" in unit["After"][0].split()
 
 
 @pytest.mark.parametrize("command", ["stream attribution", "stream usage", "sink remote-write --url http://p/w"])
