@@ -105,6 +105,21 @@ def test_neither_script_fails_on_any_error(tmp_path: Path, script: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(("script", "said"), [("prolog", "could not be written"), ("epilog", "could not be taken out")])
+def test_what_a_script_can_not_do_is_in_the_systems_log(tmp_path: Path, script: str, said: str) -> None:
+    logger, log = tmp_path / "logger", tmp_path / "log"
+    logger.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
+    logger.chmod(0o755)
+    (tmp_path / ".lock").mkdir()
+    text = (SCRIPTS / script).read_text().replace("PATH=", f"PATH={tmp_path}:", 1)
+    environment = {**ANA, "SLURM_JOB_ID": "4242", "SLURM_JOB_GPUS": "0", "GPUSTREAM_JOB_DIR": str(tmp_path)}
+    process = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0
+    assert said in process.stderr
+    assert log.read_text().startswith("-t gpustream -p daemon.err -- ")
+    assert said in log.read_text()
+
+
 @pytest.mark.parametrize("content", [b"user=ana\nuser", b"\xff\nuser=ana", b"user = x\nuser=ana\npartition=\n"])
 def test_invalid_names_in_a_jobs_own_file_do_not_count(node: Node, content: bytes) -> None:
     node.run("prolog", 4242, SLURM_JOB_GPUS="0")
