@@ -27,7 +27,8 @@ _MAX_CACHED = 4096  # jobs, and users: far above those that a node has at a time
 _MAX_LOOKUPS = 4
 _ROOT = 0
 _JOB_ID = re.compile(rb"[0-9]{1,20}")
-_VARIABLES = (b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION")
+_FIRST_ID, _FIRST_PARTITION = b"SLURM_JOB_ID_HET_GROUP_0", b"SLURM_JOB_PARTITION_HET_GROUP_0"
+_VARIABLES = (b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION", _FIRST_ID, _FIRST_PARTITION)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -97,7 +98,9 @@ def slurm_job(environ: bytes) -> Job | None:
         name, _, value = entry.partition(b"=")
         if name in _VARIABLES:
             variables.setdefault(name, value)
-    job_id, user, partition = (variables.get(name, b"") for name in _VARIABLES)
+    job_id, user, partition, first_id, first_partition = (variables.get(name, b"") for name in _VARIABLES)
+    if first_id == job_id:  # in a step of a heterogeneous job, SLURM_JOB_PARTITION is the last component's
+        partition = first_partition or partition
     return Job(job_id.decode(), as_name(user), as_name(partition)) if _JOB_ID.fullmatch(job_id) else None
 
 

@@ -19,6 +19,16 @@ def test_the_number_of_an_array_task_is_its_own_and_not_the_arrays() -> None:
     assert slurm_job(environ) == Job("4242", None, None)
 
 
+def test_the_partition_of_a_heterogeneous_job_is_that_of_the_component_with_its_number() -> None:
+    environ = (  # of a step of 24.11.5, in the component 4242 as in 4243
+        b"SLURM_JOB_PARTITION_HET_GROUP_1=gpu\0SLURM_JOB_ID_HET_GROUP_0=4242\0SLURM_HET_SIZE=2\0SLURM_JOB_PARTITION=gpu\0"
+        b"SLURM_JOB_PARTITION_HET_GROUP_0=cpu\0SLURM_JOB_ID_HET_GROUP_1=4243\0SLURM_JOB_ID=4242\0SLURM_JOB_USER=bob\0"
+    )
+    assert slurm_job(environ) == Job("4242", "bob", "cpu")
+    submitted_from_there = environ.replace(b"SLURM_JOB_ID=4242\0", b"SLURM_JOB_ID=4300\0")
+    assert slurm_job(submitted_from_there) == Job("4300", "bob", "gpu")
+
+
 @pytest.mark.parametrize(
     "environ",
     [
