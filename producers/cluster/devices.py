@@ -3,9 +3,11 @@
 In: resource slices and claims as the API server has them. Out: the devices of a node with their UUIDs; the devices that
 claims have for administration, for instance for monitoring: such a claim holds nothing; and which devices are tainted.
 State: the slices, by pool. While a driver replaces a pool's slices there are two generations: the higher one counts
-alone once it is complete, and until then before the other. The claims for administration, by uid. A claim that is gone
-is kept as long as a pod that ended, because the kubelet may go on reporting it, but only until there is another claim
-of its name. All of it is pure: times are given, in ms since the epoch.
+alone once it is complete, and until then before the other. A deleted slice counts until the others of its pool are
+complete, or its nodes are gone: the kubelet deletes the slices of a driver that is away for 30 s, while it is replaced
+for instance, and the pods go on with their devices. The claims for administration, by uid. A claim that is gone is kept
+as long as a pod that ended, because the kubelet may go on reporting it, but only until there is another claim of its
+name. All of it is pure: times are given, in ms since the epoch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -62,17 +64,20 @@ class Slices:
 
     def __init__(self) -> None:
         self._slices: dict[str, KnownSlice] = {}
+        self._deleted: dict[str, KnownSlice] = {}
         self._pools: dict[PoolName, dict[str, KnownSlice]] = {}
         self._by_node: dict[str, dict[PoolName, None]] = {}
 
     def keys(self) -> Collection[str]:
+        """The uids of the slices that were not deleted."""
         return self._slices
 
     def of_node(self, node: str) -> dict[DraDevice, Sequence[str]]:
         """The devices of a node, none twice, each with the taints of its slice."""
         devices: dict[tuple[str, str, str], tuple[DraDevice, Sequence[str]]] = {}
         for pool in self.pools_of(node):
-            parts = sorted(self._pools[pool].items(), key=lambda item: (item[1].generation, item[0]))
+            by_uid = sorted(self._pools[pool].items(), key=lambda item: (item[1].generation, item[0]))
+            parts = sorted(by_uid, key=lambda item: item[0] in self._slices)  # the deleted ones first
             newest = [(uid, part) for uid, part in parts if part.generation == parts[-1][1].generation]
             for _, part in newest if len(newest) >= newest[-1][1].slice_count else parts:
                 for device in part.devices.get(node, ()):
@@ -93,15 +98,36 @@ class Slices:
     def put(self, uid: str, part: KnownSlice) -> set[str]:
         if self._slices.get(uid) == part:
             return set()
-        changed = self.remove(uid)
+        changed = self._forget(uid)
         self._slices[uid] = part
         self._pools.setdefault(part.pool, {})[uid] = part
         for node in part.devices:
             self._by_node.setdefault(node, {})[part.pool] = None
-        return changed | self.nodes_of(part.pool)
+        return changed | self._replace_deleted(part.pool) | self.nodes_of(part.pool)
 
     def remove(self, uid: str) -> set[str]:
+        """A slice was deleted: it still counts, unless its pool is complete without it."""
         part = self._slices.pop(uid, None)
+        if part is None:
+            return set()
+        self._deleted[uid] = part
+        return self._replace_deleted(part.pool)
+
+    def expire(self, nodes: Collection[str]) -> None:
+        """Forget the deleted slices without a device on one of these nodes, which are all that there are."""
+        for uid in [uid for uid, part in self._deleted.items() if not any(node in nodes for node in part.devices)]:
+            self._forget(uid)
+
+    def _replace_deleted(self, pool: PoolName) -> set[str]:
+        """Forget the deleted slices of a pool if the others are complete."""
+        others = [part for uid, part in self._pools[pool].items() if uid in self._slices]
+        newest = max(others, key=lambda part: part.generation, default=None)
+        if newest is None or [part.generation for part in others].count(newest.generation) < newest.slice_count:
+            return set()
+        return {node for uid in [*self._pools[pool]] if uid in self._deleted for node in self._forget(uid)}
+
+    def _forget(self, uid: str) -> set[str]:
+        part = self._slices.pop(uid, None) or self._deleted.pop(uid, None)
         if part is None:
             return set()
         nodes = self.nodes_of(part.pool)

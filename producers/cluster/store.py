@@ -205,6 +205,7 @@ class Store:
 
     def expire(self, now_ms: int) -> None:
         self._apply(self.pods.expire(now_ms))
+        self.slices.expire(self.nodes)
         self._mark_pools_changed(self.claims.expire(now_ms))
         for node, rows in list(self._inherited_rows.items()):
             for uid in [uid for uid, row in rows.items() if row["ended_ms"] + pods.KEPT_MS <= now_ms]:

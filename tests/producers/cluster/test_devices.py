@@ -95,6 +95,32 @@ def test_the_devices_of_one_slice_may_be_of_several_nodes() -> None:
     assert [slice_devices(slices, node) for node in ("n0", "n1")] == [[("gpu-0", "GPU-a")], [("gpu-1", "GPU-b")]]
 
 
+def test_deleted_slices_count_until_the_driver_has_published_all_of_its_pool_again() -> None:
+    """The kubelet deletes those of a driver that is away for 30 s, while pods go on with their devices."""
+    slices = Slices()
+    put_slice(slices, "a", uuids=["GPU-a"], generation=3, count=2)
+    put_slice(slices, "b", uuids=[None, "GPU-b"], generation=3, count=2)
+    for uid in ("uid-a", "uid-b"):
+        assert slices.remove(uid) == set()
+        assert set(slice_devices(slices)) == {("gpu-0", "GPU-a"), ("gpu-1", "GPU-b")}
+    assert list(slices.keys()) == []
+
+    put_slice(slices, "c", uuids=["GPU-c"], count=2)
+    assert set(slice_devices(slices)) == {("gpu-0", "GPU-c"), ("gpu-1", "GPU-b")}
+    put_slice(slices, "d", uuids=[None, None, "GPU-d"], count=2)
+    assert slice_devices(slices) == [("gpu-0", "GPU-c"), ("gpu-2", "GPU-d")]
+
+
+def test_a_slice_that_its_pool_is_complete_without_is_forgotten_when_it_is_deleted() -> None:
+    slices = Slices()
+    put_slice(slices, "a", uuids=["GPU-a"], count=2)
+    put_slice(slices, "b", uuids=[None, "GPU-b"], count=2)
+    put_slice(slices, "a", uuids=["GPU-a"], generation=2, count=1)
+
+    assert slices.remove("uid-b") == {"n1"}
+    assert slice_devices(slices) == [("gpu-0", "GPU-a")]
+
+
 def test_a_slice_that_moves_changes_both_nodes() -> None:
     slices = Slices()
     put_slice(slices, node="n1")
