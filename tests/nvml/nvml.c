@@ -489,6 +489,27 @@ status nvmlDeviceGetPciInfo_v3(device_t device, struct pci *out) {
   return SUCCESS;
 }
 
+/* -- what NVIDIA's device plugin asks for besides ------------------------------------------------------------------ */
+
+enum { TOPOLOGY_SYSTEM = 50 };
+
+status nvmlDeviceGetCudaComputeCapability(device_t device, int *major, int *minor) {
+  GPU_CALL;
+  return *major = 9, *minor = 0, SUCCESS;
+}
+
+status nvmlDeviceGetTopologyCommonAncestor(device_t device, device_t other, uint *level) {
+  GPU_CALL;
+  (void)other;
+  return put(level, TOPOLOGY_SYSTEM);
+}
+
+status nvmlDeviceGetNvLinkState(device_t device, uint link, uint *active) {
+  GPU_CALL;
+  (void)link, (void)active;
+  return NOT_SUPPORTED;
+}
+
 /* -- one value a call --------------------------------------------------------------------------------------------- */
 
 struct utilization { uint gpu, memory; };

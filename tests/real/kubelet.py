@@ -3,7 +3,7 @@
 Only root can have one. Its processes have a mount namespace of their own, in which ``/var/lib/kubelet`` is a folder of
 the test, and its pods' control groups are below one of the test, so that a kubelet of this machine is left alone.
 
-    with ApiServer(tmp_path / "api") as api, Node(tmp_path / "node", api, ["GPU-0", "GPU-1"]) as node:
+    with ApiServer(tmp_path / "api") as api, Node(tmp_path / "node", api, GPUS, NVML) as node:
         node.run("train-0", gpus=1)
         node.listed()  # the devices of each pod
 """
@@ -49,6 +49,9 @@ INSTALLED = "/opt/gpustream"
 
 BRIDGE, HOST = "gpustream0", "10.213.0.1"
 """What connects the pods, and this machine's address on it."""
+
+NVIDIA_DEVICE_PLUGIN = "NVIDIA_DEVICE_PLUGIN"
+"""The environment variable with the path of NVIDIA's device plugin, which is then tried in place of the tests' own."""
 
 SERVICE = "10.0.0.1"
 """The first address of the range that the API server is told for services."""
@@ -420,6 +423,26 @@ class DevicePlugin:
             self._server.stop(None).wait()
 
 
+class NvidiaDevicePlugin(Server):
+    """NVIDIA's device plugin: the GPUs of an NVML that ``environment`` says where to find. It registers by itself."""
+
+    def __init__(self, directory: Path, namespace: Namespace, environment: Mapping[str, str]) -> None:
+        super().__init__(directory, ports=0, environment=environment)
+        self.namespace = namespace
+
+    def command(self) -> Sequence[str]:
+        """The server in the foreground."""
+        return self.namespace.command(os.environ[NVIDIA_DEVICE_PLUGIN])
+
+    def ready(self) -> bool:
+        """Whether the kubelet has it."""
+        return "Registered device plugin" in self.log_tail()
+
+    def register(self) -> None:
+        """Start it."""
+        self.start()
+
+
 class DraDriver:
     """A driver for dynamic resource allocation in this process: each claim has the device that the scheduler chose.
 
@@ -473,15 +496,19 @@ class DraDriver:
 
 
 class Node:
-    """A node of a cluster with one kubelet, on which pods run. ``gpus``: the ids of its whole GPUs."""
+    """A node of a cluster with one kubelet, on which pods run. ``gpus``: the ids of its whole GPUs; ``nvml``: what a
+    process needs in its environment to find them."""
 
-    def __init__(self, directory: Path, api: ApiServer, gpus: Sequence[str], *gates: str) -> None:
-        self.api, self.folder = api, directory / "kubelet"
+    def __init__(
+        self, directory: Path, api: ApiServer, gpus: Sequence[str], nvml: Mapping[str, str], *gates: str
+    ) -> None:
+        self.api, self.folder, self._nvml = api, directory / "kubelet", nvml
         self._cgroup = f"/gpustream-{uuid.uuid4().hex[:8]}"
         self._namespace = Namespace(self.folder)
         self.containerd = Containerd(directory / "containerd", self._namespace)
         self.kubelet = Kubelet(directory / "node", api, self.containerd, self._cgroup, *gates)
-        self._gpus, self.plugin = gpus, DevicePlugin(self.folder / "device-plugins", GPU, gpus)
+        self._gpus = gpus
+        self.plugin = self._device_plugin()
 
     @property
     def pod_resources(self) -> Path:
@@ -569,8 +596,13 @@ class Node:
         self.kubelet.stop()
         (self.folder / "device-plugins" / "kubelet.sock").unlink(missing_ok=True)
         self.kubelet.start()
-        self.plugin = DevicePlugin(self.folder / "device-plugins", GPU, self._gpus)
+        self.plugin = self._device_plugin()
         self.plugin.register()
+
+    def _device_plugin(self) -> DevicePlugin | NvidiaDevicePlugin:
+        if NVIDIA_DEVICE_PLUGIN in os.environ:
+            return NvidiaDevicePlugin(self.folder.parent / "device-plugin", self._namespace, self._nvml)
+        return DevicePlugin(self.folder / "device-plugins", GPU, self._gpus)
 
     def close(self) -> None:
         """End the kubelet, every container, and all that is mounted."""

@@ -169,10 +169,10 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         api = servers.enter_context(ApiServer(directory / "api"))
-        node = servers.enter_context(Node(directory / "node", api, GPUS, "PodsAPI"))
+        nvml = ScriptedNvml(directory / "nvml", gpus=len(GPUS))
+        node = servers.enter_context(Node(directory / "node", api, GPUS, nvml.environment(), "PodsAPI"))
         api.namespace(NAMESPACE)
         asyncio.run(topic_admin.create(kafka.connection, partitions=1, replication_factor=1))
-        nvml = ScriptedNvml(directory / "nvml", gpus=len(GPUS))
         tenants = Tenants(node, nvml, seed=1)
         options = ["--kafka", kafka.address]
         sockets = ["--pod-resources-socket", str(node.pod_resources)]
@@ -338,9 +338,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         servers.enter_context(service_address(api))
         servers.enter_context(ControllerManager(directory / "controllers", api, controllers=CONTROLLERS))
         servers.enter_context(Scheduler(directory / "scheduler", api))
-        node = servers.enter_context(Node(directory / "machine", api, GPUS, "PodsAPI"))
-        node.containerd.add(gpustream(directory / "gpustream.tar", packages(directory / "packages")))
         nvml = ScriptedNvml(directory / "nvml", gpus=len(GPUS))
+        node = servers.enter_context(Node(directory / "machine", api, GPUS, nvml.environment(), "PodsAPI"))
+        node.containerd.add(gpustream(directory / "gpustream.tar", packages(directory / "packages")))
         for manifest in rendered(directory, nvml, outside, *receivers):
             answer = api.apply(manifest)
             assert answer.status in {200, 201}, answer.body
