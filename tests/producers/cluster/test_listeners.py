@@ -201,16 +201,18 @@ def test_a_node_that_is_missing_from_a_full_list_is_removed_but_not_one_that_cou
     assert [content and content.removed for content in contents] == [True, False, False]
 
 
-def test_slices_that_are_missing_from_a_full_list_are_removed() -> None:
+def test_slices_that_are_missing_from_a_full_list_are_deleted() -> None:
     bench = Bench()
     for node in ("n1", "n2"):
         bench.nodes.put(raw(named(node)))
         bench.slices.put(raw(slice_json(f"s-{node}", node=node, uuids=[f"GPU-{node}"])))
+    bench.slices.put(raw(slice_json("newer", node="n1", uuids=["GPU-newer"], generation=2)))
     bench.slices.begin()
     bench.slices.put(raw(slice_json("s-n2", node="n2", uuids=["GPU-n2"])))
+    bench.slices.put(raw(slice_json("s-n1", node="n1", uuids=["GPU-n1"])))
     assert [*map(bench.state.pop_content, ("n1", "n2"))]
     bench.slices.complete()
 
     assert bench.state.changed_nodes() == ["n1"]
     devices = [bench.state.slices.of_node(node) for node in ("n1", "n2")]
-    assert [[device.uuid for device in node_devices] for node_devices in devices] == [[], ["GPU-n2"]]
+    assert [[device.uuid for device in node_devices] for node_devices in devices] == [["GPU-n1"], ["GPU-n2"]]
