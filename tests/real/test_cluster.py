@@ -665,15 +665,8 @@ def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick
     api, node = cluster.api, Node(cluster.kafka, "dra", 2)
     api.namespace("dra")
     cluster.node("dra")
-    for driver, uuids in (("gpu.nvidia.com", node.gpus), ("nic.example.com", ["NIC-1"])):
-        devices = [
-            {"name": f"gpu-{index}", "attributes": {"uuid": {"string": uuid}, "index": {"int": index}}}
-            for index, uuid in enumerate(uuids)
-        ]
-        pool = {"name": "dra", "generation": 1, "resourceSliceCount": 1}
-        spec = {"driver": driver, "nodeName": "dra", "pool": pool, "devices": devices}
-        slice_of = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
-        api.create({**slice_of, "metadata": {"name": f"dra-{driver}"}, "spec": spec})
+    publish(cluster, "gpu.nvidia.com", node.gpus)
+    publish(cluster, "nic.example.com", ["NIC-1"])
     claims = [{"name": "gpu", "resourceClaimName": "one-gpu"}]
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     uid = pod(api, "dra", "claims", "dra", containers=plain, resourceClaims=claims)
@@ -702,9 +695,24 @@ def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick
     assert free is None
     assert held_device is not None
     assert (held_device.pod, held_device.pod_uid) == ("claims", uid)
+    before = len(cluster.workloads.of_node("dra"))
     api.delete("/apis/resource.k8s.io/v1/resourceslices/dra-gpu.nvidia.com")
-    eventually_sync(lambda: not cluster.workloads.of_node("dra")[-1].dra_devices)
+    publish(cluster, "gpu.nvidia.com", node.gpus[:1])  # until the driver is back, what it had published counts
+    eventually_sync(lambda: len(cluster.workloads.of_node("dra")[-1].dra_devices or ()) == 1)
+    assert min(len(workloads.dra_devices or ()) for workloads in cluster.workloads.of_node("dra")[before:]) == 1
     assert set(cluster.reported("dra")) == {"claims", "monitor"}
+
+
+def publish(cluster: Cluster, driver: str, uuids: Sequence[str]) -> None:
+    """The only slice of a driver's pool on the node ``dra``."""
+    devices = [
+        {"name": f"gpu-{index}", "attributes": {"uuid": {"string": uuid}, "index": {"int": index}}}
+        for index, uuid in enumerate(uuids)
+    ]
+    pool = {"name": "dra", "generation": 1, "resourceSliceCount": 1}
+    spec = {"driver": driver, "nodeName": "dra", "pool": pool, "devices": devices}
+    slice_of = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+    cluster.api.create({**slice_of, "metadata": {"name": f"dra-{driver}"}, "spec": spec})
 
 
 def monitored_by(cluster: Cluster, node: str, device: str) -> None:
