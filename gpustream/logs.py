@@ -2,12 +2,15 @@
 
 In:       records of :mod:`logging`; the first argument of a message is its subject, the thing that it is about; what a
           caller gives in ``extra`` becomes a field.
-Out:      ``12:00:01 WARNING sinks.remote_write: refused  status=400 node=a`` or one JSON object a line.
+Out:      ``12:00:01 WARNING sinks.remote_write: refused  status=400 node=a`` or one JSON object a line. To systemd's
+          journal each line begins with its priority, ``<4>``, which the journal takes off: ``journalctl -p warning``.
 State:    the messages of the last seconds, by text and subject, with the newest of each that was held back.
 """
 
+import contextlib
 import datetime as dt
 import logging
+import os
 import re
 import sys
 import threading
@@ -34,6 +37,7 @@ MAX_SPELLS = 1024
 _MAX_SUBJECT_CHARS = 200
 _NOISY = ("aiokafka", "faust", "mode", "kafka", "asyncio", "aiohttp")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "held_back", "taskName"}
+_PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -195,6 +199,22 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
     @stream.setter
     def stream(self, value: TextIO) -> None:
         """Ignored: there is only standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text. Source of the priorities: sd-daemon(3) and systemd.exec(5)."""
+        text = super().format(record)
+        if not self._is_journal():
+            return text
+        priority = _PRIORITIES.get(record.levelno, _PRIORITIES[logging.INFO])
+        return "\n".join([f"<{priority}>{line}" for line in text.split("\n")])
+
+    def _is_journal(self) -> bool:
+        """Whether standard error is the stream to the journal that systemd names, and not one that replaced it."""
+        if "JOURNAL_STREAM" in os.environ:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a file
+                written_to = os.fstat(self.stream.fileno())
+                return os.environ["JOURNAL_STREAM"] == f"{written_to.st_dev}:{written_to.st_ino}"
+        return False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes what was held back until now, and this record, unless it is held back itself."""

@@ -58,6 +58,24 @@ def test_a_traceback_is_kept_in_both_formats() -> None:
     assert "ValueError: boom" in msgspec.json.decode(logs.Json().format(record))["exception"]
 
 
+def test_a_line_to_the_journal_of_systemd_begins_with_its_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "journal").open("w+") as journal:
+        monkeypatch.setattr(sys, "stderr", journal)
+        handler = logs.LimitedHandler()
+        handler.setFormatter(logs.Text())
+        handler.emit(_record("to a file"))
+        inode = (tmp_path / "journal").stat()
+        for stream in (f"{inode.st_dev}:1", f"{inode.st_dev}:{inode.st_ino}"):
+            monkeypatch.setenv("JOURNAL_STREAM", stream)
+            handler.emit(_record("of %s", stream))
+        handler.emit(_record("failed\nbadly", level=logging.ERROR))
+        handler.close()
+    starts = [line.split()[0][:3] for line in (tmp_path / "journal").read_text().splitlines()]
+    assert [start if "<" in start else "" for start in starts] == ["", "", "<4>", "<3>", "<3>"]
+
+
 class Log:
     """A limiter between a test's clock and what it lets through."""
 
