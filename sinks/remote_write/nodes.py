@@ -39,6 +39,7 @@ class _Node:
 
     ``last`` identifies its last tick, which was settled at ``settled_s``. ``ts_ms`` and ``open``: the time and the
     series of the last tick that was accepted. ``proven``: this process has sent that tick, and all of it was accepted.
+    ``refused``: nothing of its last tick was accepted.
     ``size``: that of a tick with just these series and no ends, None if it is not computed yet.
     """
 
@@ -47,6 +48,7 @@ class _Node:
     ts_ms: int | None = None
     open: tuple[SeriesSet, ...] = ()
     proven: bool = False
+    refused: bool = False
     size: Size | None = None
     cache: Cache = field(default_factory=Cache)
 
@@ -102,6 +104,11 @@ class OpenSeries:
         """Whether the tick has exactly the series of the node's last tick, and all of that was accepted."""
         node = self._nodes.get(tick.node)
         return node is not None and node.proven and tick.open == node.open and not tick.markers
+
+    def was_refused(self, sample: SeriesTick) -> bool:
+        """Whether nothing of the node's last tick was accepted, as after its clock was set back."""
+        node = self._nodes.get((sample.cluster, sample.node))
+        return node is not None and node.refused
 
     def is_newest(self, tick: NodeTick) -> bool:
         """Whether the tick is later than every tick of its node that is known to be accepted."""
@@ -184,7 +191,8 @@ class OpenSeries:
         if node is None:
             cache = self._unsettled.pop(tick.node, None) or Cache()
             node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, cache=cache)
-        node.last, node.settled_s, node.proven = replays.after(node.last, sample), now_s, whole
+        node.last, node.settled_s = replays.after(node.last, sample), now_s
+        node.proven, node.refused = whole, not accepted
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.open
             node.size = None if tick.markers else tick.size

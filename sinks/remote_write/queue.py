@@ -4,9 +4,10 @@ In: records, those of a node in their order. Out: requests, and the result of ea
 State: the lanes and the requests in flight. If the process ends, they are lost, and the records are read again.
 
 A node has one request in flight at a time. A request has ticks of many nodes and partitions, the oldest ticks first. A
-very large tick has a request of its own. Several ticks of a node share a request only if its last tick was accepted as
-a whole and they have exactly its series. Then none of them will be refused for its content; if one were, after a later
-one was accepted, it could not be sent again.
+very large tick has a request of its own. So has a tick of a node whose last one was refused, as after its clock was set
+back: it will be refused, too, and all that shares its request would wait until that is found out. Several ticks of a
+node share a request only if its last tick was accepted as a whole and they have exactly its series. Then none of them
+will be refused for its content; if one were, after a later one was accepted, it could not be sent again.
 
 A tick waits if it is more than ten minutes later than the oldest tick of a backlog, because Prometheus refuses samples
 that are an hour older than its newest one. A backlog that has not moved for a minute is not waited for.
@@ -106,11 +107,16 @@ class Lane:
                 head.error = str(error)
         return head
 
+    def was_refused(self) -> bool:
+        """Whether the first waiting record is of a node of whose last tick nothing was accepted."""
+        head = self.head()
+        return head is not None and head.sample is not None and self.series.was_refused(head.sample)
+
     def take(self, request: "SharedRequest", until_ms: float) -> None:
         """Put the next tick into a request, and those after it that may share the request with it."""
         previous: SeriesTick | None = None
         while (read := self.head()) is not None and not request.is_full():
-            alone, sample = False, read.sample
+            alone, fills, sample = False, False, read.sample
             verdict = "replay" if sample is None else self.series.verdict(sample, previous)
             if sample is not None and verdict != "replay":
                 if previous is not None and not previous.ts_ms < sample.ts_ms <= until_ms:
@@ -120,9 +126,9 @@ class Lane:
                 alone = is_large or verdict == "new_log" or not self.series.is_proven(tick)
                 if (previous is not None and alone) or (is_large and request.parts):
                     return
-                previous, read.tick = sample, tick
+                previous, read.tick, fills = sample, tick, is_large or self.series.was_refused(sample)
             self.waiting.popleft()
-            request.add(self, read)
+            request.add(self, read, fills=fills)
             if alone:
                 return
 
@@ -161,14 +167,14 @@ class SharedRequest:
         """Whether nothing more should be added."""
         return self._samples >= self._max_samples or self._bytes >= MAX_BYTES or self._records >= MAX_RECORDS
 
-    def add(self, lane: Lane, read: ReadRecord) -> None:
-        """Add the next record of a lane."""
+    def add(self, lane: Lane, read: ReadRecord, *, fills: bool) -> None:
+        """Add the next record of a lane. ``fills``: nothing is to be added after it."""
         self.parts.setdefault(lane, []).append(read)
         self._records += 1
         if read.tick is not None:
             size = read.tick.size
             self._samples += size.samples
-            self._bytes += size.bytes if size.bytes < LARGE_BYTES else MAX_BYTES
+            self._bytes += MAX_BYTES if fills else size.bytes
 
 
 class Queue:
@@ -225,17 +231,22 @@ class Queue:
         if not self._ready or (first := self._ready[0][2].head()) is None:
             return None
         request = SharedRequest(self._ready[0][2].abandon, first, self._max_samples, self.clock_s())
-        until_ms = self._until_ms(request.progress)
+        until_ms, others = self._until_ms(request.progress), list[tuple[int, int, Lane]]()
         while self._ready and self._ready[0][0] <= until_ms and not request.is_full():
             turn = heapq.heappop(self._ready)
             lane = turn[2]
             if lane.abandon.is_set() or not lane.waiting:
                 continue
+            if request.parts and lane.was_refused():
+                others.append(turn)
+                continue
             lane.take(request, until_ms)
             lane.busy = lane in request.parts
             if not lane.busy:  # its tick needs a request of its own
-                heapq.heappush(self._ready, turn)
+                others.append(turn)
                 break
+        for turn in others:
+            heapq.heappush(self._ready, turn)
         return request if request.parts else None
 
     def _until_ms(self, oldest: Progress) -> float:

@@ -85,6 +85,19 @@ async def test_a_very_large_tick_goes_alone_and_no_other_node_waits_for_it(monke
     await eventually(lambda: len(receiver.stored) == 12 * len(SERIES))
 
 
+async def test_a_node_whose_last_tick_was_refused_goes_alone_until_one_is_accepted() -> None:
+    setup = Setup(receiver := HeldReceiver())
+    for seq, ts_ms in enumerate((9000, 1000, 2000, 3000, 10_000, 11_000), 1):
+        times_ms = {"back": ts_ms} | dict.fromkeys("abc", 1000 * seq)
+        samples = [sample(seq, node=node, ts_ms=at_ms) for node, at_ms in times_ms.items()]
+        await setup.deliver(*[record(one, offset=4 * seq + number) for number, one in enumerate(samples)])
+    assert setup.ends() == {"delivered": 6 * 3 + 3, "dropped": 3}
+    shared = [nodes for nodes in receiver.nodes() if "back" in nodes and len(nodes) > 1]
+    assert shared[0] == shared[1] == shared[-1] == {"back", "a", "b", "c"}
+    alone = [nodes for nodes in receiver.nodes() if nodes == {"back"}]
+    assert len(alone) == len(["found out", "refused", "refused", "accepted"])
+
+
 async def test_a_tick_of_other_series_goes_alone() -> None:
     setup = Setup(receiver := HeldReceiver())
     pods = "p", "p", "p", "q", "q", "q"
