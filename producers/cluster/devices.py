@@ -76,8 +76,9 @@ class Slices:
         """The devices of a node, none twice, each with the taints of its slice."""
         devices: dict[tuple[str, str, str], tuple[DraDevice, Sequence[str]]] = {}
         for pool in self.pools_of(node):
-            by_uid = sorted(self._pools[pool].items(), key=lambda item: (item[1].generation, item[0]))
-            parts = sorted(by_uid, key=lambda item: item[0] in self._slices)  # the deleted ones first
+            parts = sorted(  # the deleted ones first
+                self._pools[pool].items(), key=lambda item: (item[0] in self._slices, item[1].generation, item[0])
+            )
             newest = [(uid, part) for uid, part in parts if part.generation == parts[-1][1].generation]
             for _, part in newest if len(newest) >= newest[-1][1].slice_count else parts:
                 for device in part.devices.get(node, ()):
