@@ -1,9 +1,13 @@
-"""Tasks and events: wait for an event with a timeout, work until a stop, run coroutines side by side."""
+"""Tasks and events: wait for an event with a timeout, work until a stop, run coroutines side by side, take turns."""
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
+
+TURN_S = 0.02
+"""How long tasks with much to do work until the event loop serves the others: heartbeats are among them."""
 
 
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
@@ -45,3 +49,26 @@ async def running(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         while isinstance(failure, ExceptionGroup):
             failure = failure.exceptions[0]
         raise failure from failures
+
+
+class Turns:
+    """The turns of tasks that have much to do and seldom wait: each awaits :meth:`next` between two pieces of its work.
+
+    Together they work for ``TURN_S``, one after the other. Then the event loop serves all other tasks once.
+    """
+
+    def __init__(self) -> None:
+        self._ends_s = 0.0
+        self._begins_soon = False
+
+    async def next(self) -> None:
+        """Wait for the next turn, if this one is over."""
+        while time.monotonic() >= self._ends_s:
+            if not self._begins_soon:
+                self._begins_soon = True
+                asyncio.get_running_loop().call_soon(self._begin)
+            await asyncio.sleep(0)
+
+    def _begin(self) -> None:
+        self._begins_soon = False
+        self._ends_s = time.monotonic() + TURN_S

@@ -19,6 +19,7 @@ from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
+from delivery.tasks import Turns
 from delivery.watchdog import LATENESS
 from streams.app import ReaderApp
 from streams.caught_up import Ends, PartitionState
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ATTRIBUTED, SAMPLES = "gpu.attributed", "gpu.samples"
 _WATCH_EVERY_S = 1.0
+_MANY_WRITES = 256
 
 COMMON: tuple[Instrument, ...] = (
     Instrument("records_read_total", "counter", "Records read; a worker that has lost a partition and has it again"
@@ -162,11 +164,16 @@ class Housekeeping:
 
 
 class WriteTasks:
-    """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`."""
+    """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`.
+
+    ``room`` is set while fewer than ``_MANY_WRITES`` of them run: until then, nothing is read that may need another.
+    """
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[None]] = set()
         self.leftover: set[asyncio.Task[None]] = set()
+        self.room = asyncio.Event()
+        self.room.set()
 
     def start(self, app: ReaderApp, work: Coroutine[Any, Any, None], *, failure: str = "not written") -> None:
         """Start to write. If it fails, the process ends with ``failure`` and the error."""
@@ -174,11 +181,15 @@ class WriteTasks:
         def on_done(task: "asyncio.Task[None]") -> None:
             self.running.discard(task)
             self.leftover.discard(task)
+            if len(self.running) < _MANY_WRITES:
+                self.room.set()
             if not task.cancelled() and task.exception() is not None:
                 app.fail(f"{failure}: {task.exception()!r}")
 
         task = asyncio.create_task(work)
         self.running.add(task)
+        if len(self.running) >= _MANY_WRITES:
+            self.room.clear()
         task.add_done_callback(on_done)
 
     def forget(self) -> None:
@@ -219,7 +230,7 @@ class NodeWorker(ABC, Generic[P]):
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int, clocks: Clocks | None) -> None:
         self._instruments, self._stage, self._clocks = instruments, stage, clocks or Clocks()
         self._housekeeping = Housekeeping(instruments, stage=stage, partitions=partitions)
-        self._write_tasks = WriteTasks()
+        self._write_tasks, self._turns = WriteTasks(), Turns()
         self._partitions: dict[int, P] = {}
 
     @abstractmethod
@@ -250,6 +261,8 @@ class NodeWorker(ABC, Generic[P]):
     async def handle_batch(self, topic: str, partition: P, batch: Batch) -> None:
         """Process each record of a batch, until the partition is revoked."""
         for slot, record in batch:
+            await self._write_tasks.room.wait()
+            await self._turns.next()
             if not self.app.is_current(slot):
                 return
             try:

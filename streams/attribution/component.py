@@ -20,7 +20,7 @@ from delivery.clock import now_ms
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from delivery.tasks import set_within
+from delivery.tasks import Turns, set_within
 from streams.app import ReaderApp, Stream
 from streams.attribution import join
 from streams.attribution.log_time import Watermark
@@ -109,7 +109,7 @@ class Joiner:
         self._forgot_s = float("-inf")
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
-        self._write_tasks = WriteTasks()
+        self._write_tasks, self._turns = WriteTasks(), Turns()
         self._attributed: Counter[str] = Counter()
 
     # -- records
@@ -119,6 +119,7 @@ class Joiner:
         try:
             async with self._lock:
                 for slot, record in batch:
+                    await self._turns.next()
                     if not self.app.is_current(slot):
                         return
                     try:

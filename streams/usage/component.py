@@ -220,11 +220,12 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             records, node.due, node.stale = node.due, [], False
             value, order, slots = encode(node.keeper.books), node.order, tuple(node.kept)
             node.kept.clear()
-            by_kind: dict[str, list[tuple[str, bytes, bytes | None]]] = {"minute": [], "hour": []}
-            for usage in records:
-                kind, topic = ("minute", MINUTES) if usage.end_ms - usage.start_ms == MINUTE_MS else ("hour", HOURS)
-                by_kind[kind].append((topic.name, usage.key.encode(), encode(usage)))
-            await asyncio.gather(*[self._send(number, kind, values) for kind, values in by_kind.items()])
+            minutes = [usage for usage in records if usage.end_ms - usage.start_ms == MINUTE_MS]
+            hours = [usage for usage in records if usage.end_ms - usage.start_ms != MINUTE_MS]
+            await asyncio.gather(
+                self._send(number, "minute", ((MINUTES.name, usage.key.encode(), encode(usage)) for usage in minutes)),
+                self._send(number, "hour", ((HOURS.name, usage.key.encode(), encode(usage)) for usage in hours)),
+            )
             if self.app.reader.ledger.epoch != epoch:
                 return
             node.sent.append(value)
@@ -240,7 +241,10 @@ class UsageWorker(NodeWorker[PartitionBooks]):
 
     async def _send(self, number: int, kind: str, values: Iterable[tuple[str, bytes, bytes | None]]) -> None:
         """Send values, each with its topic and key, and wait until the broker has them."""
-        sent = [await self.app.sender.send(topic, value, key=key, partition=number) for topic, key, value in values]
+        sent = []
+        for topic, key, value in values:  # of a node that is new in the middle of an hour there are hundreds
+            await self._turns.next()
+            sent.append(await self.app.sender.send(topic, value, key=key, partition=number))
         acknowledged = await self._await_acks(kind, sent)
         self._instruments.counter("gpustream_usage_written_total", kind).inc(acknowledged)
 

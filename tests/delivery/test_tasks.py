@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from delivery.tasks import running, set_within, until_stopped
+from delivery.tasks import TURN_S, Turns, running, set_within, until_stopped
 
 
 async def test_waiting_reports_whether_the_event_was_set_in_time() -> None:
@@ -70,3 +70,28 @@ async def test_an_exception_of_a_nested_part_is_raised_and_the_others_are_cancel
 async def test_the_parts_end_with_the_block_that_they_run_beside() -> None:
     async with running(asyncio.Event().wait()):  # type: ignore[arg-type]
         await asyncio.sleep(0)
+
+
+async def test_tasks_with_much_to_do_let_the_loop_serve_others_between_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock_s, piece_s, turns, done = 0.0, 0.001, Turns(), list[str]()
+    monkeypatch.setattr("delivery.tasks.time.monotonic", lambda: clock_s)
+
+    async def work(name: str, pieces: int) -> None:
+        nonlocal clock_s
+        for _ in range(pieces):
+            await turns.next()
+            clock_s += piece_s
+        done.append(name)
+
+    workers = [asyncio.create_task(work(name, pieces)) for name, pieces in (("long", 300), ("a", 3), ("b", 3))]
+    longest_s = 0.0
+    while not all(worker.done() for worker in workers):
+        before_s = clock_s
+        await asyncio.sleep(0)
+        longest_s = max(longest_s, clock_s - before_s)
+
+    assert longest_s <= TURN_S + piece_s
+    assert done == ["long", "a", "b"]
+    assert clock_s == pytest.approx(306 * piece_s)

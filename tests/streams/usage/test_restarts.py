@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
-from streams.stage import ATTRIBUTED
+from streams.stage import _MANY_WRITES, ATTRIBUTED
 from streams.usage.books import Accounting
 from streams.usage.component import INSTRUMENTS, KEEP_S, NO_SAMPLES_S, UsageWorker
 from tests.clock import run
-from tests.eventually import settle
+from tests.eventually import eventually, settle
 from tests.streams.alerts.fakes import Broker, Worker
 from tests.streams.fakes import Record
 from tests.streams.usage.made import START_MS, gpu, holder
 from topics.topic import node_key
-from topics.usage import HOURS, MINUTES, STATE
+from topics.usage import HOURS, MINUTE_MS, MINUTES, STATE
 
 
 class UsageOf(Worker):
@@ -77,6 +77,27 @@ async def test_a_failure_names_its_record_with_the_traceback(
 
     assert worker.failures[0] == "booking failed: KeyError('unexpected')"
     assert "\ngpu.attributed, partition 0, offset 0\n" in caplog.text
+
+
+async def test_no_more_is_read_while_many_nodes_are_written() -> None:
+    broker = Broker()
+    for number in range(_MANY_WRITES + 50):  # each new, and in the middle of an hour
+        log(broker, 2 * MINUTE_MS, gpu(f"GPU-{number}"), node=f"n{number}")
+    worker = UsageOf(broker)
+    worker.sender.holding = True
+    await worker.start()
+    reading = asyncio.create_task(worker.read(count=len(broker.logs[ATTRIBUTED])))
+    await eventually(lambda: len(worker.stage._write_tasks.running) == _MANY_WRITES)
+    await settle()
+    assert worker.count("ticks_total", "opened") == _MANY_WRITES
+
+    worker.sender.holding = False
+    worker.sender.land()
+    await reading
+    await worker.live()
+    assert worker.count("ticks_total", "opened") == _MANY_WRITES + 50
+    assert worker.count("written_total", "state") == _MANY_WRITES + 50
+    assert worker.failures == []
 
 
 def copied(broker: Broker) -> Broker:
