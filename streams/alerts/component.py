@@ -122,8 +122,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             await super().handle_batch(topic, partition, batch)
             return
         async with self._group_lock:
-            if self.app.is_current(batch[0][0]):  # all of a batch were read in one epoch
-                await self._update_groups(partition.number, batch)
+            await self._update_groups(partition.number, batch)
 
     def handle_record(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a tick, or read a state, a group or a node's removal. Raises Malformed."""
@@ -199,6 +198,9 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         steps: list[groups.GroupStep] = []
         slots: list[Slot] = []
         for slot, record in batch:
+            await self._turns.next()
+            if not self.app.is_current(slot):
+                return
             try:
                 report = _decode_grouped(groups.decode_report, record)
             except Malformed as error:
@@ -356,12 +358,12 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     def check_clock(self, partition: PartitionNodes) -> None:
         """Judge which nodes of a partition are quiet or silent, by how far it was read, and delete what is over."""
         self.close_silent(partition)
-        for node in partition.judge_silent(self._rules, self._clocks.now_ms()):
+        now_ms, now_s = self._clocks.now_ms(), self._clocks.monotonic_s()
+        for node in partition.judge_silent(self._rules, now_ms, now_s):
             self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._write_tasks.start(self.app, self._delete(partition, node, node.current))
-        number, now_ms = partition.number, self._clocks.now_ms()
-        group_by_key = self._groups.get(number, {})
+        number, group_by_key = partition.number, self._groups.get(partition.number, {})
         if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in group_by_key.values()):
             self._write_tasks.start(self.app, self._delete_groups(number, self.app.reader.ledger.epoch))
 

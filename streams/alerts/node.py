@@ -244,8 +244,12 @@ class PartitionNodes(PartitionState):
                 node.apply(Step(machine.mark_silent(node.current)))
         return quiet
 
-    def judge_silent(self, rules: Rules, now_ms: int) -> list[Node]:
-        """Judge whether the nodes that are not active are silent or have left. Returns the nodes judged."""
+    def judge_silent(self, rules: Rules, now_ms: int, now_s: float) -> list[Node]:
+        """Judge whether the nodes that are not active are silent or have left. Returns the nodes judged.
+
+        They are judged as of the time up to which the partition was read to its end: what came later may have ticks.
+        """
+        until_s = self.caught_up.until_s
         silent_nodes = [
             node
             for key, node in self.nodes.items()
@@ -253,8 +257,8 @@ class PartitionNodes(PartitionState):
         ]
         for node in silent_nodes:
             if node.current is not None:
-                removed_ms = self._removed_ms.get(node.key)
-                node.apply(machine.step_without_tick(node.current, rules, now_ms=now_ms, removed_ms=removed_ms))
+                removed_ms, read_ms = self._removed_ms.get(node.key), now_ms - round((now_s - until_s) * 1000)
+                node.apply(machine.step_without_tick(node.current, rules, now_ms=read_ms, removed_ms=removed_ms))
         return silent_nodes
 
     def forget(self) -> None:

@@ -400,6 +400,20 @@ async def test_nobody_is_silent_while_the_broker_does_not_answer_nor_right_after
     assert alerts_written(broker) == []
 
 
+async def test_nobody_is_silent_while_what_was_logged_is_still_to_be_read() -> None:
+    worker = await having_read(range(3))
+    broker = worker.broker
+    await worker.wait(60)
+    write(broker, range(70, 400))
+    await worker.wait(300)
+    assert alerts_written(broker) == []
+    await worker.live()
+    await worker.wait(60)
+    assert alerts_written(broker) == []
+    await worker.wait(120)
+    assert alerts_written(broker) == [("NodeSilent", "firing")]
+
+
 async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
     worker = await having_read(range(3))
     broker = worker.broker
