@@ -4,7 +4,7 @@ In: a URL, the environment. Out: the proxy's URL, if there is one.
 """
 
 import contextlib
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -21,15 +21,10 @@ def proxy_of(url: str) -> str | None:
         return None
     with contextlib.suppress(ValueError):  # the host is a name
         address = ip_address(host)
-        if address.is_loopback or any(address in network for network in _networks(proxies.get("no", ""))):
+        if address.is_loopback:
             return None
+        for item in proxies.get("no", "").split(","):
+            with contextlib.suppress(ValueError):  # another name
+                if address in ip_network(item.strip(), strict=False):
+                    return None
     return proxy if "://" in proxy else f"http://{proxy}"
-
-
-def _networks(no_proxy: str) -> list[IPv4Network | IPv6Network]:
-    """The addresses and networks of NO_PROXY."""
-    networks = []
-    for item in no_proxy.split(","):
-        with contextlib.suppress(ValueError):
-            networks.append(ip_network(item.strip(), strict=False))
-    return networks

@@ -113,18 +113,15 @@ class Tail:
                         self._on_records(clients.from_kafka(self._connection, tp).topic, records)
                     await asyncio.sleep(0)
                 if returned := {topic for topic in missing if consumer.partitions_for_topic(topic)}:
-                    await self._read_again([tp for tp in tps if self._connection.prefixed(tp.topic) in returned])
+                    names = ", ".join(sorted(returned))
+                    log.warning("%s: was missing and is back; reading its log from its start", names)
+                    back = [tp for tp in tps if self._connection.prefixed(tp.topic) in returned]
+                    for tp, offset in (await self._find_starts(back)).items():
+                        consumer.seek(to_kafka(self._connection, tp), offset)
                     self._topic_watch.missing -= returned
             end_watch.result()
         finally:
             end_watch.cancel()
-
-    async def _read_again(self, tps: list[Partition]) -> None:
-        """Read these partitions from where ``from_`` says."""
-        names = ", ".join(dict.fromkeys(self._connection.prefixed(tp.topic) for tp in tps))
-        log.warning("%s: was missing and is back; reading its log from its start", names)
-        for tp, offset in (await self._find_starts(tps)).items():
-            self._consumer.seek(to_kafka(self._connection, tp), offset)
 
     async def _find_starts(self, tps: list[Partition]) -> dict[Partition, int]:
         """The offset to begin at in each partition, once the broker answers."""
