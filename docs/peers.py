@@ -12,7 +12,7 @@ from sinks.series.counters import AS_LABELS, pick
 from sinks.series.counters_file import Counter
 from topics.catalogue import CATALOGUE
 from topics.profiles import LABELS, PROFILES, Profile
-from topics.reference import generate, table
+from topics.reference import generate, series_name, table
 
 PATH = Path(__file__).parent / "how-to" / "migrate" / "names.md"
 
@@ -92,6 +92,7 @@ FILES = (
 
 def markdown() -> str:
     """The page."""
+    left_out = [pair for file in FILES for pair in pick(_counters((*file.rows, *file.commented))).left_out]
     parts = [
         "# Names and labels of other exporters",
         "<!-- Written by `python -m docs.peers`: change `topics/` and `docs/peers.py`, not this file. -->",
@@ -116,7 +117,7 @@ def markdown() -> str:
         "have it. A row that is commented out is one that many turn on.",
         table(("file", "of", "rows", "served", "commented out", "of these served"), map(_share, FILES)),
         "What is not served, and why:",
-        table(("row", "why"), _not_served()),
+        table(("row", "why"), dict.fromkeys((f"`{row.name}`", f"{reason}.") for row, reason in left_out)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -132,7 +133,7 @@ def _names(profiles: Sequence[str]) -> str:
             many = profile.series.get(key, ())
             strong = "**" if before and before.isdisjoint(series.unit for series in many) else ""
             cells.append(
-                "<br>".join(f"`{_series(series.name, series.labels)}`{_unit(series.unit, strong)}" for series in many)
+                "<br>".join(f"{series_name(series.name, series.labels)}{_unit(series.unit, strong)}" for series in many)
             )
         if any(cells):
             rows.append((f"`{key}`", *cells, metric.kind))
@@ -148,11 +149,6 @@ def _names(profiles: Sequence[str]) -> str:
             formula = " / ".join(sums)
             rows.append((formula, *cells, ratio.kind))
     return table(("quantity", *(f"`{profile.name}`" for profile in chosen), "type"), dict.fromkeys(rows))
-
-
-def _series(name: str, labels: Iterable[tuple[str, str]]) -> str:
-    inside = ",".join(f'{label}="{value}"' for label, value in labels)
-    return f"{name}{{{inside}}}" if inside else name
 
 
 def _unit(unit: str, strong: str = "") -> str:
@@ -176,11 +172,6 @@ def _share(file: CounterFile) -> Sequence[str]:
     of_further = len(pick(_counters(file.commented)).served) if further else 0
     further_cells = (str(further), str(of_further)) if further else ("", "")
     return f"`{file.name}`", file.version, str(len(file.rows)), str(len(picked.served)), *further_cells
-
-
-def _not_served() -> Iterable[Sequence[str]]:
-    left_out = [pair for file in FILES for pair in pick(_counters((*file.rows, *file.commented))).left_out]
-    return dict.fromkeys((f"`{row.name}`", f"{reason}.") for row, reason in left_out)
 
 
 if __name__ == "__main__":

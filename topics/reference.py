@@ -103,6 +103,12 @@ def filled(page: Path, parts: Mapping[str, str]) -> str:
     return _WRITTEN.sub(lambda match: match[1] + parts[match[2]] + match[3], text)
 
 
+def series_name(name: str, labels: Labels) -> str:
+    """The name of a series with the labels that are part of it, as code."""
+    inside = ",".join(f'{label}="{value}"' for label, value in labels)
+    return f"`{name}{{{inside}}}`" if inside else f"`{name}`"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
@@ -274,7 +280,7 @@ def _link(name: str) -> str:
 def _profile(profile: Profile) -> str:
     rows: list[Sequence[str]] = [
         (
-            _name(series.name, series.labels),
+            series_name(series.name, series.labels),
             _unit(series.unit),
             series.kind,
             f"`{key}`" + ("" if series.bits is None else f" & {series.bits:#x}"),
@@ -285,7 +291,7 @@ def _profile(profile: Profile) -> str:
     for ratio in profile.ratios:
         sums = [" + ".join(f"`{key}`" for key in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
         formula = " / ".join(f"({text})" if " + " in text else text for text in sums)
-        rows.append((_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", formula))
+        rows.append((series_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", formula))
     infos = (HOLDERS, XIDS, POD_INFO) if profile.labels.tenants else (HOLDERS, XIDS)
     return table(("series", "unit", "kind", "from"), [*rows, *map(_info, infos)])
 
@@ -293,11 +299,6 @@ def _profile(profile: Profile) -> str:
 def _info(info: Info) -> Sequence[str]:
     name = f"{info.name}{{{','.join(info.labels)}}}" if info.labels else info.name
     return f"`{name}`", _unit(info.unit), info.kind, info.help
-
-
-def _name(name: str, labels: Labels) -> str:
-    inside = ",".join(f'{label}="{value}"' for label, value in labels)
-    return f"`{name}{{{inside}}}`" if inside else f"`{name}`"
 
 
 def _unit(unit: str) -> str:

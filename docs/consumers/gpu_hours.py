@@ -151,16 +151,11 @@ def shares(tick: Tick, device: Device) -> Iterator[Share]:
     for (namespace, pod), holders in pods.items():
         workload = holders[0].workload
         name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod}"
-        yield Share(namespace, name, 1 / len(pods), _used(holders, utilization, len(pods)))
-
-
-def _used(holders: list[Holder], utilization: float | None, pods: int) -> float | None:
-    """A pod's part of the utilization: the one that the record gives, else an equal one."""
-    given_parts = [holder.parts.utilization_ratio for holder in holders if holder.parts]
-    parts = [part for part in given_parts if part is not None]
-    if parts:
-        return sum(parts)
-    return None if utilization is None else utilization / pods
+        used = None if utilization is None else utilization / len(pods)
+        given_parts = [holder.parts.utilization_ratio for holder in holders if holder.parts]
+        if parts := [part for part in given_parts if part is not None]:
+            used = sum(parts)
+        yield Share(namespace, name, 1 / len(pods), used)
 
 
 def devices(tick: Tick) -> Iterator[tuple[str, Device]]:

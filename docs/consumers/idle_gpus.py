@@ -109,7 +109,11 @@ def add_tick(tick: Tick, now_s: float) -> None:
     if last and is_replay(last, tick) and now_s - last.received_s < FORGET_AFTER_S:
         return
     before = last.idle if last and last.tick.run_id == tick.run_id else {}
-    idle = {d.uuid: _idle(tick.ts_ms, d, before.get(d.uuid)) for d in tick.devices or () if is_idle(d)}
+    idle: dict[str, Idle] = {}
+    for device in filter(is_idle, tick.devices or ()):
+        pods = frozenset((holder.namespace, holder.pod) for holder in device.holders or ())
+        idle_before = before.get(device.uuid)
+        idle[device.uuid] = idle_before if idle_before and idle_before.pods == pods else Idle(tick.ts_ms, pods)
     newest_ts_ms = max(tick.ts_ms, last.newest_ts_ms) if last else tick.ts_ms
     nodes[tick.cluster, tick.node] = Node(tick, newest_ts_ms, idle, now_s)
 
@@ -118,11 +122,6 @@ def is_idle(device: Device) -> bool:
     """Whether a pod holds the device and nothing uses it. Never true of MIG devices: NVML does not report their use."""
     utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     return bool(device.holders) and utilization is not None and utilization < IDLE_BELOW
-
-
-def _idle(ts_ms: int, device: Device, before: Idle | None) -> Idle:
-    pods = frozenset((pod.namespace, pod.pod) for pod in device.holders or ())
-    return before if before and before.pods == pods else Idle(ts_ms, pods)
 
 
 def rows(now_s: float) -> list[dict[str, Any]]:
