@@ -9,7 +9,7 @@ On failure: the first component that fails ends the run, and its error is raised
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,7 +150,7 @@ class Pipeline:
         """
         try:
             await self.tail.start()
-            self._spawn("tail", self.tail.run())
+            self._tasks["tail"] = asyncio.create_task(self.tail.run(), name="tail")
             for component in reversed(self.components[1:]):
                 self._begin(component)
             while not stop.is_set() and (reasons := self._not_ready()):
@@ -195,10 +195,7 @@ class Pipeline:
 
     def _begin(self, component: Component) -> None:
         stop = self._stops[component.name] = asyncio.Event()
-        self._spawn(component.name, component.run(stop))
-
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[name] = asyncio.create_task(work, name=name)
+        self._tasks[component.name] = asyncio.create_task(component.run(stop), name=component.name)
 
     def _not_ready(self) -> list[str]:
         running = [component for component in self.components if component.name in self._tasks]

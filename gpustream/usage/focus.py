@@ -177,23 +177,19 @@ class Bill:
         if record.category == "held":
             part = Part("held", "" if self._by == "team" else record.cluster, holder_name(record, self._by))
             self._tags.setdefault(part, _tags(record, self._by))
+        label = record.node_labels.get(self._nodes.label or "", "")
+        names = self._names.get(key := (record.node, record.gpu_uuid, label))
+        if names is None:  # all ids that a bill may have for the node or the GPU
+            ids = (record.node, record.node.partition(".")[0], record.gpu_uuid, label)
+            names = frozenset().union(*map(id_forms, (*ids, *self._nodes.ids.get(record.node, ()))))
+            self._names[key] = names
         hour_ms = record.start_ms // HOUR_MS * HOUR_MS
         charges: set[Charge] = set()
-        for name in self._names_of(record):
+        for name in names:
             charges.update(self._hourly.get((name, hour_ms), ()))
             charges.update(charge for charge in self._longer.get(name, ()) if charge.from_ms <= hour_ms < charge.to_ms)
         for charge in charges:
             charge.add(record, part)
-
-    def _names_of(self, record: Usage) -> frozenset[str]:
-        """All ids that a bill may have for the node or the GPU of a record."""
-        label = record.node_labels.get(self._nodes.label or "", "")
-        names = self._names.get(key := (record.node, record.gpu_uuid, label))
-        if names is None:
-            ids = (record.node, record.node.partition(".")[0], record.gpu_uuid, label)
-            names = frozenset().union(*map(id_forms, (*ids, *self._nodes.ids.get(record.node, ()))))
-            self._names[key] = names
-        return names
 
     def lines(self, counted_range: Range) -> Iterator[Sequence[str]]:
         """The bill with its charges divided, its columns first. ``counted_range``: the time that the records cover.
