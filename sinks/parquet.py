@@ -15,7 +15,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -136,20 +136,14 @@ class HourFiles:
                 merged = pa.concat_tables([kept, new], promote_options="default")
                 merged = merged.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
                 table = pa.table([merged[name] for name in _schema().names], schema=_schema())
-                self._replace(
-                    file, lambda out: pq.write_table(table, out, compression="zstd", write_page_checksum=True)
-                )
+                temporary = file.with_name(f".{file.name}.tmp")
+                with temporary.open("wb") as out:
+                    pq.write_table(table, out, compression="zstd", write_page_checksum=True)
+                    out.flush()
+                    os.fsync(out.fileno())
+                temporary.replace(file)
             self._sync(file.parent)  # without new rows, too: whoever renamed the file may not have come to it
         return len(new_rows)
-
-    def _replace(self, file: Path, write: Callable[[Any], None]) -> None:
-        """Replace a file atomically."""
-        temporary = file.with_name(f".{file.name}.tmp")
-        with temporary.open("wb") as out:
-            write(out)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
 
     def _sync(self, day: Path) -> None:
         """Sync the directory of a day, so that a file that was renamed there stays if the machine ends."""

@@ -133,6 +133,15 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
     """The holdings of all pods of a tick, by namespace."""
     by_namespace: dict[str, list[Holding]] = {}
     for device in tick.devices:
+        device_labels = {
+            "k8s_node_name": tick.node,
+            "gpu_uuid": device.mig.parent_uuid if device.mig else device.uuid,
+            "gpu_model": "-".join((device.model or "").split()),  # a label of Kubernetes may have no spaces
+        }
+        if device.mig is not None:
+            profile = (device.mig.profile or "").replace("+", ".")
+            device_labels |= {"gpu_mig_uuid": device.uuid, "gpu_mig_profile": profile}
+        labels = {name: value for name, value in device_labels.items() if value}
         pods = by_pod(device.holders)
         for pod, containers in pods.items():
             if len(pods) == 1:
@@ -144,7 +153,7 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
                 metrics = {key: getattr(parts, name) for key, name in _PARTS.items()}
             values = {key: float(value) for key, value in metrics.items() if value is not None}
             workloads = frozenset(owner for holder in containers for owner in _owners(holder))
-            holding = Holding(pod.pod, pod.pod_uid, workloads, _device_labels(tick, device), values, tick.ts_ms)
+            holding = Holding(pod.pod, pod.pod_uid, workloads, labels, values, tick.ts_ms)
             by_namespace.setdefault(pod.namespace, []).append(holding)
     return by_namespace
 
@@ -156,18 +165,6 @@ def _owners(holder: TickHolder) -> Iterator[tuple[str, str]]:
     for kind, name in (("Job", holder.job), ("StatefulSet", holder.statefulset), ("Deployment", holder.deployment)):
         if name is not None:
             yield kind, name
-
-
-def _device_labels(tick: HoldingsTick, device: TickDevice) -> dict[str, str]:
-    """The labels for metric selectors. A label of Kubernetes may have no spaces, so a model has hyphens instead."""
-    labels = {
-        "k8s_node_name": tick.node,
-        "gpu_uuid": device.mig.parent_uuid if device.mig else device.uuid,
-        "gpu_model": "-".join((device.model or "").split()),
-    }
-    if device.mig is not None:
-        labels |= {"gpu_mig_uuid": device.uuid, "gpu_mig_profile": (device.mig.profile or "").replace("+", ".")}
-    return {name: value for name, value in labels.items() if value}
 
 
 # -- the fleet

@@ -27,13 +27,6 @@ def serving(
     renderings: Renderings, address: tuple[str, int], on_scrape: Callable[[], None]
 ) -> contextlib.AbstractAsyncContextManager[tuple[str, int]]:
     """Serves while inside; gives the address that it got. ``on_scrape`` is called at each scrape."""
-    return http_server.listening(
-        _routes(renderings, on_scrape), address, option="--scrape-listen", closing=renderings.close
-    )
-
-
-def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.RouteDef]:
-    """What is answered, and what is not."""
 
     async def root(_: web.Request) -> web.Response:
         return web.Response(text=_PAGE, content_type="text/html")
@@ -58,7 +51,8 @@ def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.R
             raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
         raise web.HTTPNotFound(text="/metrics is here\n")
 
-    return [web.get("/", root), web.get("/metrics", metrics), web.route("*", "/{elsewhere:.*}", elsewhere)]
+    routes = [web.get("/", root), web.get("/metrics", metrics), web.route("*", "/{elsewhere:.*}", elsewhere)]
+    return http_server.listening(routes, address, option="--scrape-listen", closing=renderings.close)
 
 
 async def _answer(request: web.Request, headers: dict[str, str], body: bytes, *, packed: bool) -> web.StreamResponse:
