@@ -45,11 +45,11 @@ class Price(NamedTuple):
     node_labels: tuple[tuple[str, str], ...]
 
 
-class Prices:
+class Prices(NamedTuple):
     """The entries of a file, in its order."""
 
-    def __init__(self, currency: str, entries: tuple[Price, ...]) -> None:
-        self.currency, self.entries = currency, entries
+    currency: str
+    entries: tuple[Price, ...]
 
     def price_of(self, model: str, start_ms: int, node_labels: Mapping[str, str]) -> Decimal | None:
         """The price of an hour of a GPU of this model in a window that begins then; None if no entry matches."""

@@ -92,6 +92,11 @@ def size_text(count: int) -> str:
     return f"{count // _SIZE_BYTES[unit]}{unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def name(text: str) -> str:
     """The name of a cluster or a node: 1-253 of ``A-Z a-z 0-9 . _ -``."""
     if not _NAME.fullmatch(text):

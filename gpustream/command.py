@@ -179,11 +179,6 @@ class Command(click.Command):
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 # -- options, from records of settings
 
 

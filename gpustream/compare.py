@@ -19,7 +19,8 @@ import msgspec
 from delivery import settings as schema
 from delivery.proxy import proxy_of
 from delivery.settings import DURATION, URL
-from gpustream.command import LOG_FORMAT, Command, counted, option, options, output_format
+from delivery.values import counted
+from gpustream.command import LOG_FORMAT, Command, option, options, output_format
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
 from gpustream.output import FAILED, failed, show
 from sinks.receiver import Credentials

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from gpustream.command import Argument, Command, CommandGroup, counted
+from delivery.values import counted
+from gpustream.command import Argument, Command, CommandGroup
 from gpustream.output import FAILED
 from sinks.series.counters import load, pick
 from sinks.series.counters_file import CountersError, LineError

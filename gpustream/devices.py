@@ -19,8 +19,9 @@ import orjson
 
 from delivery.instruments import Instruments
 from delivery.settings import HOST_PORTS
+from delivery.values import counted
 from gpustream import command
-from gpustream.command import Command, counted, logged, option, options, output_format
+from gpustream.command import Command, logged, option, options, output_format
 from gpustream.output import FAILED, failed, printable
 from producers import PRODUCERS
 from producers.node import instruments

@@ -24,8 +24,9 @@ from delivery.dead_letters import connecting
 from delivery.ledger import Partition
 from delivery.sender import Sender
 from delivery.settings import TOPIC_PREFIX, TopicAccess
+from delivery.values import counted
 from gpustream import history
-from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
+from gpustream.command import KAFKA, LOG_FORMAT, Command, option, options
 from gpustream.history import History, Span, utc
 from gpustream.output import answer
 from gpustream.usage.command import TIME, When

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from delivery.connection import Connection
 from delivery.settings import ConnectionSettings, Text
-from delivery.values import duration_words, start_from
+from delivery.values import counted, duration_words, start_from
 from gpustream import alerts, history
 from gpustream.command import (
     LOG_FORMAT,
@@ -27,7 +27,6 @@ from gpustream.command import (
     Command,
     CommandGroup,
     connection,
-    counted,
     option,
     options,
     output_format,

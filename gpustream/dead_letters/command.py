@@ -17,6 +17,7 @@ import orjson
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
+from delivery.values import counted
 from gpustream import history
 from gpustream.command import (
     KAFKA,
@@ -24,7 +25,6 @@ from gpustream.command import (
     Argument,
     Command,
     CommandGroup,
-    counted,
     option,
     options,
     output_format,

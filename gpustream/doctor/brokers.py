@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import Acl, BrokerError
+from delivery.values import counted
 from gpustream import acls
-from gpustream.command import counted
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation
 from producers import PRODUCERS
 from sinks import SINKS

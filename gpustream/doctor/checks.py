@@ -6,8 +6,7 @@ is one function and its row in ``CHECKS``.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from delivery.values import duration_words
-from gpustream.command import counted
+from delivery.values import counted, duration_words
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.clocks import clocks
 from gpustream.doctor.evidence import Evidence, NodeEvidence, NodeName, SampledRun

@@ -1,7 +1,6 @@
 """The check of the clocks: those of the nodes and of this machine, against the log times of the brokers. Pure."""
 
-from delivery.values import duration_words
-from gpustream.command import counted
+from delivery.values import counted, duration_words
 from gpustream.doctor.evidence import Evidence, NodeName, SampledRun
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Situation
 

@@ -18,7 +18,8 @@ import msgspec
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, URL
-from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options, output_format
+from delivery.values import counted
+from gpustream.command import KAFKA, LOG_FORMAT, Command, option, options, output_format
 from gpustream.doctor import checks
 from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.situation import CheckResult, Situation

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import click
 
+from delivery.values import counted
 from gpustream import command
-from gpustream.command import counted
 from gpustream.doctor.kubernetes import COMPONENT, OWNERS, component_of, last_termination, statuses, timestamp_ms
 from gpustream.doctor.situation import CheckResult, Cluster, Finding, Json, Situation
 from producers.cluster.config import LEASE_NAME

@@ -7,8 +7,7 @@ Out:      findings.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from delivery.values import duration_words
-from gpustream.command import counted
+from delivery.values import counted, duration_words
 from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Group, Lag, OwnMetrics, Prometheus, Situation
 from streams import STREAMS

@@ -12,8 +12,8 @@ from fractions import Fraction
 from html import escape
 from typing import NamedTuple
 
+from delivery.values import counted
 from gpustream.alerts import lasted
-from gpustream.command import counted
 from gpustream.history import utc
 from gpustream.report.summary import AlertSums, Summary, ratio, shares
 from gpustream.usage.command import MIN_NAME_WIDTH, MJ_IN_KWH, fit, format_number

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
+from delivery.values import counted
 from gpustream import alerts
 from gpustream.alerts import AlertRow
-from gpustream.command import counted
 from gpustream.fleet import STATUSES, Device, Fleet, Node, Status, Use, pods, workloads
 from gpustream.output import printable
 from gpustream.top import draw

@@ -25,8 +25,9 @@ from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
+from delivery.values import counted
 from gpustream import history
-from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option, output_format
+from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, option, output_format
 from gpustream.history import utc
 from gpustream.output import FAILED, answer, cell, failed, printable, written
 from gpustream.usage import read

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from delivery.values import duration_words
+from delivery.values import counted, duration_words
 from streams.alerts.conditions.finding import Facts, Finding, held_memory, sole_pod
 from streams.alerts.memory import DeviceMemory, Memory, PodMemory
 from streams.alerts.rules import rules_file
@@ -142,7 +142,8 @@ def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wor
     """The labels and annotations of the alert about a node without ticks."""
     holding_pods = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
     summary = f"{state.node} has sent nothing since {moment(time_of(state.last_ts_ms))}"
-    description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(holding_pods, 'pod')}."
+    held_by = f"held by {counted(len(holding_pods), 'pod')}"
+    description = f"{summary}. It had {counted(len(memory.devices), 'GPU')}, {held_by}."
     return _make_labels(rule, state.cluster, state.node, ()), _make_annotations(rule, summary, description, {}, wording)
 
 
@@ -265,7 +266,7 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
         "held_then": f"Held then by {holders}." if holders else "No pod held it then.",
         "held_last": f"It was held by {last_holders}." if last_holders else "No pod held it.",
         "seen_there": " ".join(filter(None, usage_texts)) or "Its processes are not known.",
-        "devices": _count(tick.devices, "device"),
+        "devices": counted(len(tick.devices), "device"),
         "conflict": _CONFLICT_TEXT.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
         "errors": _NVLINK_TEXT.get(finding.key, "memory error" if value == 1 else "memory errors"),
         "evidence": _evidence(device) if device is not None else "",
@@ -306,11 +307,6 @@ def _join_names(names: Iterable[str]) -> str:
     unique_names = list(dict.fromkeys(names))
     more = [f"{len(unique_names) - _MAX_LISTED} more"] if len(unique_names) > _MAX_LISTED else []
     return ", ".join(unique_names[:_MAX_LISTED] + more)
-
-
-def _count(items: Iterable[object], noun: str) -> str:
-    count = sum(1 for _ in items)
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 # -- the share of a GPU that a pod holds: waste is counted in seconds of a whole GPU

@@ -6,6 +6,7 @@ from decimal import Decimal
 from itertools import groupby
 from typing import NamedTuple
 
+from delivery.values import counted
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Kind, Rule, Rules
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope
 from topics.times import moment, time_of
@@ -114,7 +115,7 @@ def describe_group(
     elif report.scope == "node":
         kind = rule.kind if rule is not None else "missing"
         state = _NODE_TEXTS.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
-        summary = f"{_count(len(alert.gpus), 'GPU')} of {alert.node} {state}"
+        summary = f"{counted(len(alert.gpus), 'GPU')} of {alert.node} {state}"
         cause = "They went at one time, so the cause is likely one: the driver, its module, or the machine."
         annotations = {
             **alert.annotations,
@@ -144,7 +145,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     culprits += ["Look there first: the others may wait for it."] if culprits else []
     held_since = [member.since for member in firing_members if member.since is not None]
     when = _since_text(firing_members, rule, alert.annotations.get("window"))
-    summary = f"{_workload_text(alert.labels)}: {idle} of {_count(held, noun)} {state}{others_text}{when}"
+    summary = f"{_workload_text(alert.labels)}: {idle} of {counted(held, noun)} {state}{others_text}{when}"
     evidence_by_gpu = [(member.gpu, member.evidence) for member in firing_members if member.evidence]
     evidence_of_gpus = [
         f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}: {text}" for gpu, text in evidence_by_gpu
@@ -203,8 +204,8 @@ def _others_text(gpus_by_kind: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | N
     if len(states) == 1:
         texts = states[0][1]
         return f", the other {count} {texts.plural}" if count > 1 else f", the other one {texts.singular}"
-    counted = [f"{number} {texts.singular if number == 1 else texts.plural}" for number, texts in states]
-    return f", of the other {count}: {', '.join(counted)}"
+    numbers = [f"{number} {texts.singular if number == 1 else texts.plural}" for number, texts in states]
+    return f", of the other {count}: {', '.join(numbers)}"
 
 
 def _workload_text(labels: Mapping[str, str]) -> str:
@@ -250,7 +251,3 @@ def _gpus_text(gpus: Iterable[AlertGpu]) -> str:
 def _join_names(names: Sequence[str], separator: str = ", ") -> str:
     omitted = [f"{len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
     return separator.join([*names[:_MAX_LISTED], *omitted])
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
