@@ -61,11 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"]({address}{match[2] or ''})"
 
-    return _LINK.sub(link, _as_python_takes_it(markdown))
-
-
-def _as_python_takes_it(markdown: str) -> str:
-    """Python's Markdown wants a blank line before a list, and four spaces before what belongs to an item, not three."""
+    # Python's Markdown wants a blank line before a list, and four spaces before what belongs to an item, not three
     parts = []
     for part in _FENCED.split(markdown):
         if part.startswith("```"):
@@ -74,4 +70,4 @@ def _as_python_takes_it(markdown: str) -> str:
             parts.append(re.sub(r"^", " ", part, flags=re.MULTILINE))
         else:
             parts.append(_LIST.sub(r"\1\n\n", re.sub(r"^ {3}(?=\S)", "    ", part, flags=re.MULTILINE)))
-    return "".join(parts)
+    return _LINK.sub(link, "".join(parts))
