@@ -95,13 +95,8 @@ class WorkloadChange(NamedTuple):
     @property
     def target(self) -> Target:
         """The object's identity."""
-        return target_of(self.object)
-
-
-def target_of(obj: Json) -> Target:
-    """The identity of an object."""
-    meta = obj["metadata"]
-    return Target(api_version=obj["apiVersion"], kind=obj["kind"], name=meta["name"], uid=meta["uid"])
+        obj, meta = self.object, self.object["metadata"]
+        return Target(api_version=obj["apiVersion"], kind=obj["kind"], name=meta["name"], uid=meta["uid"])
 
 
 def group_kind(obj: Json) -> tuple[str, str]:
