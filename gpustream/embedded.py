@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 from confluent_kafka import cimpl
 
@@ -38,6 +38,20 @@ REBALANCE_DELAY_MS = 100
 _RD_KAFKA_PRODUCER = 0
 _BROKER_ID = 1
 _ERROR_BYTES = 512
+
+_POINTER, _TEXT, _NUMBER = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+_SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
+    "rd_kafka_conf_new": (_POINTER, []),
+    "rd_kafka_conf_set": (_NUMBER, [_POINTER, _TEXT, _TEXT, _TEXT, ctypes.c_size_t]),
+    "rd_kafka_new": (_POINTER, [_NUMBER, _POINTER, _TEXT, ctypes.c_size_t]),
+    "rd_kafka_handle_mock_cluster": (_POINTER, [_POINTER]),
+    "rd_kafka_mock_set_controller_id": (_NUMBER, [_POINTER, ctypes.c_int32]),
+    "rd_kafka_mock_group_initial_rebalance_delay_ms": (None, [_POINTER, ctypes.c_int32]),
+    "rd_kafka_mock_topic_create": (_NUMBER, [_POINTER, _TEXT, _NUMBER, _NUMBER]),
+    "rd_kafka_mock_cluster_bootstraps": (_TEXT, [_POINTER]),
+    "rd_kafka_err2str": (_TEXT, [_NUMBER]),
+}
+"""The type of the result and of each argument of the functions of librdkafka that are called."""
 
 
 class EmbeddedBrokerError(Exception):
@@ -113,7 +127,10 @@ def serve(topics: Mapping[str, int]) -> str:
 
     Raises :class:`EmbeddedBrokerError` when librdkafka refuses.
     """
-    library = _library()
+    library = ctypes.CDLL(cimpl.__file__)  # the extension module is linked with librdkafka
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     conf = library.rd_kafka_conf_new()
     for name, value in {"test.mock.num.brokers": "1", "log_level": "2"}.items():
@@ -130,27 +147,6 @@ def serve(topics: Mapping[str, int]) -> str:
             raise EmbeddedBrokerError(f"topic {name}: {library.rd_kafka_err2str(refusal).decode()}")
     address: bytes = library.rd_kafka_mock_cluster_bootstraps(cluster)
     return address.decode()
-
-
-def _library() -> ctypes.CDLL:
-    """librdkafka, loaded from the extension module linked with it, with the types of the functions called here."""
-    library = ctypes.CDLL(cimpl.__file__)
-    pointer, text, number, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
-    signatures = {
-        "rd_kafka_conf_new": (pointer, []),
-        "rd_kafka_conf_set": (number, [pointer, text, text, text, size]),
-        "rd_kafka_new": (pointer, [number, pointer, text, size]),
-        "rd_kafka_handle_mock_cluster": (pointer, [pointer]),
-        "rd_kafka_mock_set_controller_id": (number, [pointer, ctypes.c_int32]),
-        "rd_kafka_mock_group_initial_rebalance_delay_ms": (None, [pointer, ctypes.c_int32]),
-        "rd_kafka_mock_topic_create": (number, [pointer, text, number, number]),
-        "rd_kafka_mock_cluster_bootstraps": (text, [pointer]),
-        "rd_kafka_err2str": (text, [number]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 if __name__ == "__main__":  # the child process: writes its address, and ends when its parent does
