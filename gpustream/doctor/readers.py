@@ -265,21 +265,12 @@ def components(situation: Situation) -> CheckResult:
         if component.error and silent is not None and component is silent[1]:
             continue
         if component.error:
-            findings.append(
-                Finding(
-                    f"{component.url}: no metrics", component.error, "it was asked", "is it up, and is it --listen?"
-                )
-            )
+            url = component.url
+            findings.add(f"{url}: no metrics", component.error, "it was asked", "is it up, and is it --listen?")
             continue
         if component.not_ready:
-            findings.append(
-                Finding(
-                    f"{component.url}: not ready",
-                    component.not_ready,
-                    "/readyz says so",
-                    _next_step(component.not_ready),
-                )
-            )
+            next_step = _next_step(component.not_ready)
+            findings.add(f"{component.url}: not ready", component.not_ready, "/readyz says so", next_step)
         silent_s = max(
             (series.value for series in component.series if series.name == "gpustream_node_kubelet_age_seconds"),
             default=0,

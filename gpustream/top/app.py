@@ -180,19 +180,16 @@ class TopApp(App[None]):
         trouble.display = bool(self._now.trouble)
         if self._now.trouble:
             self._show_line("#trouble", [(self._now.trouble, "yellow")])
-        pane = self.pane
+        if state.detail is None and state.view in _TABLES:
+            self._draw_table(self._now, _TABLES[state.view], state)
+            return
         if state.detail is not None:
             lines = self._detail(self._now, state.detail)
-            pane.show([], len(lines), lambda index, _: lines[index], None)
-        elif state.view in _TABLES:
-            self._draw_table(self._now, _TABLES[state.view], state)
+        elif state.view == "Fleet":
+            lines = views.fleet_lines(self._now, self.size.width, self.size.height)
         else:
-            lines = (
-                views.fleet_lines(self._now, self.size.width, self.size.height)
-                if state.view == "Fleet"
-                else ([[(line, "")] for line in self.logged] or [[("nothing was logged", "dim")]])
-            )
-            pane.show([], len(lines), lambda index, _: lines[index], None)
+            lines = [[(line, "")] for line in self.logged] or [[("nothing was logged", "dim")]]
+        self.pane.show([], len(lines), lambda index, _: lines[index], None)
 
     def _draw_table(self, now: Now, table: TableView, state: ViewState) -> None:
         rows = [row for row in table.rows(now) if state.only is None or state.only(row)]
