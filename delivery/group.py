@@ -16,12 +16,7 @@ from typing import Any, Protocol
 
 from aiokafka import TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.errors import (
-    CommitFailedError,
-    IllegalStateError,
-    KafkaError,
-    TopicAuthorizationFailedError,
-)
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError, TopicAuthorizationFailedError
 from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.structs import OffsetAndMetadata

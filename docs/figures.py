@@ -127,11 +127,7 @@ def first() -> list[tuple[str, float, str]]:
         ("10 cores of Mimir's distributors", 10 * DISTRIBUTOR / V.value * GPUS, "`--resolution`, or more of them"),
         ("the same with `--resolution 15s`", 10 * DISTRIBUTOR * RESOLUTION_S / V.value * GPUS, "more of them"),
         ("1 Gbit/s to the receiver", USED * LINK_BYTES / W.value * GPUS, "pods on several machines"),
-        (
-            "the cores of three brokers",
-            BROKER_CORES * BROKER_USED * 1e6 / K.value * GPUS,
-            "more brokers",
-        ),
+        ("the cores of three brokers", BROKER_CORES * BROKER_USED * 1e6 / K.value * GPUS, "more brokers"),
         ("the disk of three brokers, 24 h", REPLICAS * BROKER_DISK / disk(1) * GPUS, "more brokers, or less retention"),
     ]
     return sorted(limits, key=lambda row: row[1])

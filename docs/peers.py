@@ -76,10 +76,7 @@ DCGM_FI_PROF_DRAM_UTIL_RATIO DCGM_FI_PROF_PCIE_TX_BYTES DCGM_FI_PROF_PCIE_RX_BYT
 
 FILES = (
     CounterFile(
-        "default-counters.csv",
-        "4.5.3-4.8.2",
-        tuple(_COMMON.split()),
-        (*_COMMENTED.split(), *_EXPORTERS_OWN.split()),
+        "default-counters.csv", "4.5.3-4.8.2", tuple(_COMMON.split()), (*_COMMENTED.split(), *_EXPORTERS_OWN.split())
     ),
     CounterFile("dcp-metrics-included.csv", "4.5.3-4.8.2", tuple(_COMMON.split()), tuple(_COMMENTED.split())),
     CounterFile(

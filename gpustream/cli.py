@@ -59,11 +59,7 @@ def _component_command(name: str, spec: ComponentSpec) -> click.Command:
     """The command that runs one component."""
 
     @click.command(
-        name,
-        cls=Command,
-        check=lambda values: command.errors(spec, values),
-        help=spec.help,
-        example=spec.example,
+        name, cls=Command, check=lambda values: command.errors(spec, values), help=spec.help, example=spec.example
     )
     @command.options(command.load(spec.settings), ProcessSettings)
     def run(**values: Any) -> None:

@@ -276,11 +276,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        command_of: Callable[[str, int], str] = lambda _node, _pid: "",
-        *,
-        slot_ms: int = 5_000,
-        slots: int = 72,
+        self, command_of: Callable[[str, int], str] = lambda _node, _pid: "", *, slot_ms: int = 5_000, slots: int = 72
     ) -> None:
         self._command_of, self._slot_ms, self._slots = command_of, slot_ms, slots
         self.nodes: dict[tuple[str, str], Node] = {}

@@ -81,11 +81,7 @@ def list_(connection: Connection, namespace: str | None, form: Form) -> None:
     show_or_say(COLUMNS, table_rows, "nothing was decided")
 
 
-@reclaim.command(
-    "undo",
-    cls=Command,
-    example="gpustream reclaim undo 3f5a0c8e9b1d2c47 --kafka 127.0.0.1:9092",
-)
+@reclaim.command("undo", cls=Command, example="gpustream reclaim undo 3f5a0c8e9b1d2c47 --kafka 127.0.0.1:9092")
 @click.argument("action", cls=Argument)
 @KAFKA
 @option(

@@ -21,16 +21,7 @@ from delivery.connection import Connection
 from delivery.settings import ConnectionSettings, Text
 from delivery.values import counted, duration_words, start_from
 from gpustream import alerts, history
-from gpustream.command import (
-    LOG_FORMAT,
-    Argument,
-    Command,
-    CommandGroup,
-    connection,
-    option,
-    options,
-    output_format,
-)
+from gpustream.command import LOG_FORMAT, Argument, Command, CommandGroup, connection, option, options, output_format
 from gpustream.output import FAILED, answer, failed, json_lines, show, show_or_say
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay

@@ -92,8 +92,7 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, Connectio
         Option("--simulate", FLEET_SIZE, "Simulate so many nodes of so many GPUs.", shown="this machine's GPUs"),
     ] = None
     kafka: Annotated[
-        str | None,
-        Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="a broker inside this process"),
+        str | None, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="a broker inside this process")
     ] = None
     cluster: Cluster = "default"
     compression: Compression = "zstd"

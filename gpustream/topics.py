@@ -46,12 +46,7 @@ def topics() -> None:
     help="Delete topics that have another number of partitions and create them again, if they hold no record.",
 )
 @LOG_FORMAT
-def create(
-    connection: Connection,
-    partitions: int,
-    replication_factor: int,
-    recreate_empty: bool,
-) -> None:
+def create(connection: Connection, partitions: int, replication_factor: int, recreate_empty: bool) -> None:
     """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
     changes = answer(topic_admin.create(connection, partitions, replication_factor, recreate_empty=recreate_empty))
     for line in changes or ["every topic is there, as it must be"]:

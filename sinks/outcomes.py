@@ -44,9 +44,7 @@ COMMON: tuple[Instrument, ...] = (
         ("reason",),
     ),
     Instrument(
-        "records_dead_lettered_total",
-        "counter",
-        "Records that could not be decoded, or of which a part was refused.",
+        "records_dead_lettered_total", "counter", "Records that could not be decoded, or of which a part was refused."
     ),
     Instrument("records_released_total", "counter", "Records given back unfinished, for whoever reads them next."),
     Instrument("records_held", "gauge", "Records read and not finished."),

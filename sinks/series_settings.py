@@ -157,8 +157,7 @@ class SeriesSettings(SinkSettings, NamingSettings):
         ),
     ] = MAX_LABELS
     stale_after_s: Annotated[
-        float,
-        Option("--stale-after", DURATION, "The series of a node end when it has been silent for this long."),
+        float, Option("--stale-after", DURATION, "The series of a node end when it has been silent for this long.")
     ] = 60.0
     resolution_s: Annotated[
         float | None,

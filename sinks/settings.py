@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from delivery.settings import (
-    DIRECTORY,
-    DURATION,
-    HEADER,
-    NAME,
-    READABLE_FILE,
-    START_FROM,
-    URL,
-    MemberSettings,
-    Option,
-)
+from delivery.settings import DIRECTORY, DURATION, HEADER, NAME, READABLE_FILE, START_FROM, URL, MemberSettings, Option
 from topics.alerts import CLOUD_EVENT
 from topics.blake2 import blake2b
 

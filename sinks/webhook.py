@@ -55,9 +55,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_webhook_loop_late_seconds",
     ),
     *receiver.instruments(
-        "gpustream_webhook_requests_total",
-        "gpustream_webhook_request_seconds",
-        "gpustream_webhook_receiver_failing",
+        "gpustream_webhook_requests_total", "gpustream_webhook_request_seconds", "gpustream_webhook_receiver_failing"
     ),
 )
 

@@ -86,8 +86,7 @@ LAST_XID = Info(
 """A key of profiles that is no metric: it is made of the device's events."""
 
 POD_INFO = Info(
-    "gpu_pod_info",
-    "Always 1, for each pod that holds a device: what is written on it and its namespace, for joins.",
+    "gpu_pod_info", "Always 1, for each pod that holds a device: what is written on it and its namespace, for joins."
 )
 """Only with the label set ``otel``."""
 

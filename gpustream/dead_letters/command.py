@@ -19,16 +19,7 @@ from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
 from delivery.values import counted
 from gpustream import history
-from gpustream.command import (
-    KAFKA,
-    LOG_FORMAT,
-    Argument,
-    Command,
-    CommandGroup,
-    option,
-    options,
-    output_format,
-)
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, options, output_format
 from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
     ALREADY_SENT,
@@ -88,11 +79,7 @@ def dead_letters() -> None:
 @output_format("text", "json", help="json: an object a line.")
 @LOG_FORMAT
 def list_letters(
-    connection: Connection,
-    since_s: float,
-    by: By,
-    form: Literal["text", "json"],
-    **filters: str | None,
+    connection: Connection, since_s: float, by: By, form: Literal["text", "json"], **filters: str | None
 ) -> None:
     """List dead letters by reason, topic or node, or each by itself. It reads in no group and commits nothing."""
     rows = answer(_list(connection, since_s, _filter_of(filters), by))

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from delivery.settings import DIRECTORY, EXISTING_DIRECTORY, NAME, SOCKET, Option
-from producers.settings import (
-    GPU_RESOURCES,
-    BufferSettings,
-    Interval,
-    ResourcePrefixes,
-    interval_errors,
-    prefix_errors,
-)
+from producers.settings import GPU_RESOURCES, BufferSettings, Interval, ResourcePrefixes, interval_errors, prefix_errors
 
 KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")  # where a kubelet serves its pod resources
 PODS_API_SOCKET = Path("/var/lib/kubelet/pods-api/pods-api.sock")  # and its pods, from Kubernetes 1.37 on

@@ -229,8 +229,7 @@ def _reading(node: _TraceNode, running: Iterable[PlacedPod]) -> tuple[list[JsonD
         shared = placed.pod.milli < _WHOLE
         containers.append(
             _container(
-                placed.pod.name,
-                [f"{uuids[gpu]}::{placed.replica}" if shared else uuids[gpu] for gpu in placed.gpus],
+                placed.pod.name, [f"{uuids[gpu]}::{placed.replica}" if shared else uuids[gpu] for gpu in placed.gpus]
             )
         )
         process = {"pod_uid": identity("pod", placed.pod.name), "sm_utilization_ratio": placed.pod.milli / _WHOLE}

@@ -72,15 +72,7 @@ class SimulatedNode:
     """The node number ``index`` of a fleet, whose pods live ``pod_life_ms`` on average. Its times must not go back."""
 
     def __init__(
-        self,
-        cluster: str,
-        seed: int,
-        index: int,
-        gpus: int,
-        pod_life_ms: int,
-        roles: tuple[Role, ...],
-        *,
-        story: bool,
+        self, cluster: str, seed: int, index: int, gpus: int, pod_life_ms: int, roles: tuple[Role, ...], *, story: bool
     ) -> None:
         self._story = story
         self._failing_gpu: SimulatedGpu | None = None

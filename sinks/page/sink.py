@@ -56,9 +56,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(OPENED, "gauge", "Pages that are open."),
     Instrument(REQUESTS, "counter", "Requests by the status of the answer.", ("code",)),
     Instrument(
-        CAUGHT_UP,
-        "counter",
-        "How often a page that took its frames too slowly was given the whole fleet instead.",
+        CAUGHT_UP, "counter", "How often a page that took its frames too slowly was given the whole fleet instead."
     ),
 )
 

@@ -61,8 +61,7 @@ class ReclaimSettings(SinkSettings):
     ] = 7200.0
     kubeconfig: Kubeconfig = None
     group: Annotated[
-        str,
-        Option("--group", NAME, "The consumer group. The sinks of several clusters on one Kafka need one each."),
+        str, Option("--group", NAME, "The consumer group. The sinks of several clusters on one Kafka need one each.")
     ] = "gpustream-sink-reclaim"
     from_: From = "earliest"
 

@@ -32,16 +32,7 @@ from streams.alerts.tick import decode as decode_tick
 from streams.app import Stream
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import (
-    ATTRIBUTED,
-    SAMPLES,
-    Clocks,
-    Malformed,
-    NodeWorker,
-    decode_record,
-    decode_value,
-    instruments,
-)
+from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, decode_value, instruments
 from topics.alerts import Alert, AlertGroup, AlertReport, Severity, kafka_headers
 from topics.times import MAX_TIME_MS
 

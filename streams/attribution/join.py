@@ -21,23 +21,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from streams.attribution.attribute import (
-    EVENT_MS,
-    Joined,
-    Memo,
-    ResolvedSnapshot,
-    attribute,
-    event_snapshots,
-    facts_of,
-)
-from streams.attribution.log_time import (
-    HORIZON_MS,
-    IndexedSnapshot,
-    LookupTime,
-    Unresolved,
-    index_snapshot,
-    resolve,
-)
+from streams.attribution.attribute import EVENT_MS, Joined, Memo, ResolvedSnapshot, attribute, event_snapshots, facts_of
+from streams.attribution.log_time import HORIZON_MS, IndexedSnapshot, LookupTime, Unresolved, index_snapshot, resolve
 from streams.attribution.workloads import KnownWorkloads, add_record, forget_before
 from topics.allocations import Allocations
 from topics.attributed import Attribution
