@@ -43,6 +43,10 @@ LARGE_BYTES = MAX_BYTES // 4
 MAX_RECORDS = 500
 """The most records of a request; replays count, although they add nothing to it."""
 
+MAX_CPU_S = 0.2
+"""The CPU time after which nothing is added to a request: the event loop serves nobody else while it is made, and ticks
+of nodes that are new, with labels and series of their own, take ten times that of others."""
+
 MAX_AHEAD_MS = 10 * 60_000
 """A tick may be that much later than the oldest one of a backlog."""
 
@@ -162,10 +166,12 @@ class SharedRequest:
         self.parts: dict[Lane, list[ReadRecord]] = {}
         self._max_samples = max_samples
         self._samples = self._bytes = self._records = 0
+        self._ends_cpu_s = time.thread_time() + MAX_CPU_S
 
     def is_full(self) -> bool:
         """Whether nothing more should be added."""
-        return self._samples >= self._max_samples or self._bytes >= MAX_BYTES or self._records >= MAX_RECORDS
+        is_large = self._samples >= self._max_samples or self._bytes >= MAX_BYTES or self._records >= MAX_RECORDS
+        return is_large or (self._records > 0 and time.thread_time() >= self._ends_cpu_s)
 
     def add(self, lane: Lane, read: ReadRecord, *, fills: bool) -> None:
         """Add the next record of a lane. ``fills``: nothing is to be added after it."""

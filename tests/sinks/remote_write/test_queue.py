@@ -85,6 +85,14 @@ async def test_a_very_large_tick_goes_alone_and_no_other_node_waits_for_it(monke
     await eventually(lambda: len(receiver.stored) == 12 * len(SERIES))
 
 
+async def test_a_request_that_takes_long_to_make_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "MAX_CPU_S", 0.0)
+    setup = Setup(receiver := HeldReceiver())
+    await setup.deliver(*ticks(*"abab"))
+    assert receiver.nodes() == [{"a"}, {"b"}, {"a"}, {"b"}]
+    assert setup.ends() == {"delivered": 4}
+
+
 async def test_a_node_whose_last_tick_was_refused_goes_alone_until_one_is_accepted() -> None:
     setup = Setup(receiver := HeldReceiver())
     for seq, ts_ms in enumerate((9000, 1000, 2000, 3000, 10_000, 11_000), 1):
