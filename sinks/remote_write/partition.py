@@ -97,13 +97,12 @@ class RemoteWritePartition:
 
         When ``abandon`` is set, it waits for the requests in flight.
         """
-        at_once = TURN_RECORDS if self._windows else len(records) or 1
-        for start in range(0, len(records), at_once):
-            self._put(records[start : start + at_once], abandon)
-            if self._windows:
-                await asyncio.sleep(0)
-            if abandon.is_set():
+        for start in range(0, len(records), TURN_RECORDS):
+            if start:
+                await asyncio.sleep(0)  # all partitions may have got many at the same time
+            if start and abandon.is_set():
                 break  # the rest is read again by the next owner
+            self._put(records[start : start + TURN_RECORDS], abandon)
         self._queue.pump()
         while True:
             self._moved.clear()

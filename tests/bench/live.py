@@ -146,7 +146,7 @@ def measured(nodes: int, kafka: KafkaServer, url: str) -> Window:
         replay = Replay(kafka.address, prefix, asyncio.run(fleet(nodes)))
         replay.ticks(range(1, WARM + 1), WARM)
         pipeline.finish()
-        load = threading.Thread(target=replay.at_1_hz, args=(stop,))
+        load = threading.Thread(target=replay.steadily, args=(stop,))
         load.start()
         running.callback(stop.set)
         time.sleep(WARM_UP_S)

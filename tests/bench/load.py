@@ -39,15 +39,15 @@ class Node(NamedTuple):
         return b'%s"seq":%d,"ts_ms":%d,%s' % (self.head, seq, ts_ms, self.readings[seq % len(self.readings)])
 
 
-async def fleet(count: int) -> list[Node]:
-    """So many nodes."""
+async def fleet(count: int, interval_s: float = 1.0) -> list[Node]:
+    """So many nodes, which say that they read their GPUs that often."""
     by_node: dict[bytes, dict[str, list[bytes]]] = {}
     async for topic, key, value in records(MADE * READINGS, MADE):
         by_node.setdefault(key, {}).setdefault(topic, []).append(value)
-    return [_node(number, list(by_node.values())[number % MADE]) for number in range(count)]
+    return [_node(number, list(by_node.values())[number % MADE], interval_s) for number in range(count)]
 
 
-def _node(number: int, values: dict[str, list[bytes]]) -> Node:
+def _node(number: int, values: dict[str, list[bytes]], interval_s: float) -> Node:
     """One of the made ones with a name and UUIDs of its own: ticks name the first allocations, and pods never end."""
     name = f"node-{number:05}"
 
@@ -58,6 +58,7 @@ def _node(number: int, values: dict[str, list[bytes]]) -> Node:
     allocations, workloads = orjson.loads(values["gpu.allocations"][0]), orjson.loads(values["gpu.workloads"][-1])
     last_lives = {(pod["namespace"], pod["name"]): {**pod, "ended_ms": None} for pod in workloads["pods"]}
     head = {key: value for key, value in samples[0].items() if key not in ("seq", "ts_ms", "devices")}
+    head["interval_ms"] = round(interval_s * 1000)
     return Node(
         key=node_key("default", name),
         workloads=renamed({**workloads, "node": name, "pods": list(last_lives.values())}),
@@ -114,11 +115,11 @@ class Replay:
         if self._producer.flush(WAIT_S):
             raise TimeoutError("the broker does not take the records")
 
-    def at_1_hz(self, stop: threading.Event) -> None:
-        """Each node's tick once a second after the first ``WARM``, spread over the second, until ``stop`` is set."""
+    def steadily(self, stop: threading.Event, interval_s: float = 1.0) -> None:
+        """Each node's tick in every interval after the first ``WARM``, spread over it, until ``stop`` is set."""
         began_s, sent = time.time(), 0
         while not stop.is_set():
-            due = int((time.time() - began_s) * len(self.nodes))
+            due = int((time.time() - began_s) / interval_s * len(self.nodes))
             for number in range(sent, due):
                 round_, index = divmod(number, len(self.nodes))
                 self.tick(self.nodes[index], round_ + WARM + 1, time.time_ns() // 1_000_000)
