@@ -5,12 +5,14 @@ each device with their parts, and the rest that is nobody's.
 
 **HAMi** gives each GPU several slots, ``GPU-<uuid>-<N>``. The kubelet picks some of them, but the container gets the
 GPU that HAMi's scheduler chose, which the pod's annotation ``hami.io/vgpu-devices-allocated`` names. It has a section
-for each container, in the order of the pod's, empty for one without devices. No record has the order of all containers
-of a pod. So the sections that are not empty belong, in order, to the pod's containers with slots. If there are not as
-many, each container has the devices of all sections: then the pod has the right ones, whichever container it was. If an
-annotation can't be read, the kubelet's ids stand. Source: HAMi's EncodePodSingleDevice: ``UUID,type,MiB,percent`` with
-``:`` after each device and ``;`` after each container. A part of a GPU in HAMi's MIG mode is
-``UUID[template-position]``, which names no MIG device: not read.
+for each container, init containers first, in the order of the pod's, empty for one without devices. The kubelet does
+not list init containers, so the last sections that are not empty count: as many as the pod has containers with slots.
+(That is wrong if a sidecar goes before an init container with GPUs.) No record has the order of a pod's containers. So
+a container has the section with the GPUs of its slots, which HAMi makes the kubelet pick since 2.9, and the rest of the
+sections belong to the rest of the containers: then the pod has the right ones, whichever container it was. If there are
+fewer sections, each container has the devices of all. If an annotation can't be read, the kubelet's ids stand. Source:
+HAMi's EncodePodSingleDevice: ``UUID,type,MiB,percent`` with ``:`` after each device and ``;`` after each container. A
+part of a GPU in HAMi's MIG mode is ``UUID[template-position]``, which names no MIG device: not read.
 
 **Processes** count if they have memory on the device: what only queries it, as monitoring does, has none. If a pod has
 a process on a device that it was not given, the pod becomes an observed holder, a holder as any other. If the node's
@@ -165,17 +167,28 @@ def hami_device_ids(containers: Sequence[Container], pods: Pods) -> dict[Contain
     """The device ids that HAMi's annotations name, for each container with slots of a pod that has the annotation."""
     annotations = {name: pod.annotations.get(ANNOTATION) for name, pod in pods.items() if pod}
     sections_by_pod = {name: parse_hami_annotation(text) for name, text in annotations.items() if text is not None}
-    containers_with_slots: dict[PodName, dict[str, None]] = {}  # as an ordered set
+    slots_by_pod: dict[PodName, dict[str, list[str]]] = {}
     for container in containers:
-        pod_name = (container.namespace, container.pod)
-        if sections_by_pod.get(pod_name) and any(map(is_slot, container.device_ids)):
-            containers_with_slots.setdefault(pod_name, {})[container.container] = None
+        pod_name, slots = (container.namespace, container.pod), list(filter(is_slot, container.device_ids))
+        if slots and sections_by_pod.get(pod_name):
+            slots_by_pod.setdefault(pod_name, {}).setdefault(container.container, []).extend(slots)
     device_ids: dict[ContainerName, tuple[str, ...]] = {}
-    for pod_name, names in containers_with_slots.items():
-        sections = sections_by_pod[pod_name] or ()
-        union = tuple(dict.fromkeys(device_id for section in sections for device_id in section))
-        for i, name in enumerate(names):
-            device_ids[*pod_name, name] = sections[i] if len(sections) == len(names) else union
+    for pod_name, slots_by_container in slots_by_pod.items():
+        sections = list(sections_by_pod[pod_name] or ())
+        if len(sections) < len(slots_by_container):
+            union = tuple(dict.fromkeys(device_id for section in sections for device_id in section))
+            device_ids |= {(*pod_name, name): union for name in slots_by_container}
+            continue
+        del sections[: -len(slots_by_container)]
+        names_left = []
+        for name, slots in slots_by_container.items():
+            picked = next((section for section in sections if _uuids(section) == _uuids(slots)), None)
+            if picked is None:
+                names_left.append(name)
+            else:
+                sections.remove(picked)
+                device_ids[*pod_name, name] = picked
+        device_ids |= {(*pod_name, name): section for name, section in zip(names_left, sections, strict=True)}
     return device_ids
 
 
@@ -190,6 +203,10 @@ def parse_hami_annotation(annotation: str) -> tuple[tuple[str, ...], ...] | None
                 return None
         sections.append(tuple([fields[0] for fields in entries]))
     return tuple([section for section in sections if section]) or None
+
+
+def _uuids(device_ids: Iterable[str]) -> list[str]:
+    return sorted(_parse(device_id).uuid or "" for device_id in device_ids)
 
 
 def is_slot(device_id: str) -> bool:

@@ -87,10 +87,38 @@ def test_sections_belong_to_the_containers_with_slots_in_order() -> None:
     }
 
 
-def test_where_sections_and_containers_differ_in_number_the_pod_has_all_devices() -> None:
-    assert holders_by_device(f"{entry(A)};{entry(B)};", container("p", f"{C}-0")) == {
-        A: [("p", "main")],
-        B: [("p", "main")],
+def test_a_section_belongs_to_the_container_whose_slots_are_of_its_gpus() -> None:
+    """As HAMi 2.9 wrote it for containers zz, aa and mm, which a snapshot has in the order of their names."""
+    given_slots = (
+        container("p", f"{B}-3", name="aa"),
+        container("p", f"{A}-1", f"{C}-7", name="mm"),
+        container("p", f"{A}-5", name="zz"),
+    )
+
+    assert holders_by_device(f"{entry(A)};{entry(B)};{entry(C)}{entry(A)};", *given_slots) == {
+        A: [("p", "mm"), ("p", "zz")],
+        B: [("p", "aa")],
+        C: [("p", "mm")],
+    }
+
+
+def test_what_an_init_container_had_nobody_holds() -> None:
+    """The kubelet lists no init container, and gives its slots to another one, whatever HAMi has chosen for that."""
+    assert holders_by_device(f"{entry(A)}{entry(B)};{entry(A)};", container("p", f"{A}-1")) == {A: [("p", "main")]}
+    assert holders_by_device(f"{entry(C)};{entry(B)};", container("p", f"{C}-7")) == {B: [("p", "main")]}
+    given_slots = (container("p", f"{B}-0", name="aa"), container("p", f"{C}-1", name="zz"))
+    assert holders_by_device(f"{entry(C)};{entry(A)};{entry(B)};", *given_slots) == {
+        A: [("p", "zz")],
+        B: [("p", "aa")],
+    }
+
+
+def test_with_fewer_sections_than_containers_each_has_all_devices() -> None:
+    given_slots = (container("p", f"{C}-0", name="x"), container("p", f"{C}-1", name="y"))
+
+    assert holders_by_device(f"{entry(A)}{entry(B)};", *given_slots) == {
+        A: [("p", "x"), ("p", "y")],
+        B: [("p", "x"), ("p", "y")],
     }
 
 
