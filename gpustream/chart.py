@@ -256,6 +256,11 @@ GLOBAL_VALUES: dict[str, dict[str, Any]] = {
     ),
 }
 
+OF_THE_PARENT: dict[str, dict[str, Any]] = {
+    "enabled": doc({"const": True}, "True, or left out; its parent's `condition: gpustream.enabled` may say false."),
+    "global": doc(ANY_OBJECT, "Helm's own, for a chart that this one is a part of."),
+}
+
 
 def require_defaults(schema: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Make the schema of an object refuse an empty value where templates need one: in place of a group of values, or of
@@ -319,7 +324,7 @@ def schema() -> dict[str, Any]:
             options=doc(object_of(**all_options), "Options of every component that has them, without the dashes."),
             defaults=doc(object_of(**pod_references), "What every pod has, unless its component says otherwise."),
             **components,
-            **{"global": doc(ANY_OBJECT, "Helm's own, for a chart that this one is a part of.")},
+            **OF_THE_PARENT,
         ),
         "definitions": POD_VALUES,
     }

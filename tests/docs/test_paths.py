@@ -45,6 +45,10 @@ OF_OTHERS = {
     "--reuse-values",
     "--set",
     "--force-conflicts",
+    "--wait",
+    "--atomic",
+    "--rollback-on-failure",
+    "--kube-version",
     "--build-arg",  # Docker's
     "--command-config",  # Kafka's
     "--resource-pattern-type",

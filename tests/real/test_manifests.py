@@ -906,6 +906,20 @@ def test_an_empty_value_that_the_chart_can_not_do_without_is_refused_by_its_name
     assert f"missing property '{empty.rpartition('.')[2]}'" in ran.stderr
 
 
+def test_a_parent_chart_switches_it_on_and_off_by_the_usual_condition(tmp_path: Path) -> None:
+    part = {"name": "gpustream", "version": "*", "condition": "gpustream.enabled"}
+    parent = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [part]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(parent))
+    shutil.copytree(CHART, tmp_path / "charts" / "gpustream")
+    for enabled in (True, False):
+        values = values_of_a_site(tmp_path / "values.yaml", {"gpustream": {"enabled": enabled}})
+        ran = helm("template", "p", tmp_path, "--values", values)
+        assert ran.returncode == 0, ran.stderr
+        assert bool(documents(ran.stdout)) is enabled
+    alone = helm("template", "gpustream", CHART, "--set", "enabled=false")
+    assert "at '/enabled': value must be true" in alone.stderr, "without a parent nothing looks at it"
+
+
 def test_a_label_of_the_chart_that_the_site_sets_is_there_once_with_the_sites_value(tmp_path: Path) -> None:
     labels = {"helm.sh/chart": "ours", "app.kubernetes.io/managed-by": "argo", "app.kubernetes.io/version": "7"}
     values = values_of_a_site(tmp_path / "values.yaml", {"commonLabels": labels})
