@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aiokafka import TopicPartition
@@ -68,6 +69,14 @@ class Member(Protocol):
         """A rebalance has ended, and these partitions are assigned to this process."""
 
 
+@dataclass(slots=True, eq=False)
+class _Commit:
+    """Offsets to commit, and whether they were, or the error; None: not known yet."""
+
+    offsets: Mapping[Partition, int]
+    outcome: bool | KafkaError | None = None
+
+
 class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types
     """The membership of one process in a consumer group.
 
@@ -92,6 +101,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._fetched = 0
         self._health = MemberHealth(self.name, self.connection)
         self._topic_watch, self._partition_watch = TopicWatch(self._topics), PartitionWatch()
+        self._commits: list[_Commit] = []
+        self._commit_lock = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
 
@@ -407,17 +418,45 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit these offsets; False if some of the partitions are not assigned to this process any more.
 
-        Raises KafkaError. Before :meth:`Member.revoked` returns, a commit under way must be cancelled and awaited. The
-        broker checks the generation at the time of sending, and not who owns the partition: a commit that outlives a
-        rebalance would set the new owner back.
+        The client sends one commit at a time, and those that have to wait go together in the next one. Raises
+        KafkaError. Before :meth:`Member.revoked` returns, a commit under way must be cancelled and awaited. The broker
+        checks the generation at the time of sending, and not who owns the partition: a commit that outlives a rebalance
+        would set the new owner back.
         """
-        assigned = self._consumer.assignment()
-        requested = {self._to_kafka(tp): offset for tp, offset in offsets.items()}
-        commits = {tp: offset for tp, offset in requested.items() if tp in assigned}
+        commit = _Commit(offsets)
+        self._commits.append(commit)
         try:
             with self._health.committing():
-                if commits:
-                    await self._consumer.commit(commits)
+                async with self._commit_lock:
+                    if commit in self._commits:
+                        together, self._commits = self._commits, []
+                        try:
+                            await self._send_commits(together)
+                        finally:  # it may have been cancelled
+                            self._commits[:0] = [other for other in together if other.outcome is None]
+                if isinstance(commit.outcome, KafkaError):
+                    raise commit.outcome
+                return commit.outcome is True
+        finally:
+            if commit in self._commits:
+                self._commits.remove(commit)
+
+    async def _send_commits(self, commits: Sequence["_Commit"]) -> None:
+        """Send commits in one request. If it fails, each by itself: the offsets of one topic may be refused."""
+        assigned = self._consumer.assignment()
+        offsets = {self._to_kafka(tp): offset for commit in commits for tp, offset in commit.offsets.items()}
+        sent = {tp: offset for tp, offset in offsets.items() if tp in assigned}
+        try:
+            if sent:
+                await self._consumer.commit(sent)
         except (CommitFailedError, IllegalStateError):
-            return False
-        return len(commits) == len(offsets)
+            sent = {}
+        except KafkaError as error:
+            if len(commits) == 1:
+                commits[0].outcome = error
+                return
+            for commit in commits:
+                await self._send_commits([commit])
+            return
+        for commit in commits:
+            commit.outcome = all(self._to_kafka(tp) in sent for tp in commit.offsets)

@@ -145,6 +145,65 @@ async def test_a_commit_after_the_group_has_moved_on_is_no_failure(error: Except
     assert not await group_of(client)[0].commit({TICKS_0: 5})
 
 
+class SlowClient(Client):
+    """Answers no commit before ``answers`` is set. ``requests`` are the offsets of each; ``refused`` are those that it
+    refuses."""
+
+    def __init__(self, *assigned: Partition) -> None:
+        super().__init__(*assigned)
+        self.answers, self.requests, self.refused = asyncio.Event(), list[dict[int, int]](), set[int]()
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        self.requests.append({tp.partition: offset for tp, offset in offsets.items()})
+        await self.answers.wait()
+        if self.refused.intersection(offsets.values()):
+            raise TopicAuthorizationFailedError("ticks")
+        await super().commit(offsets)
+
+
+NUMBERS = range(5)
+
+
+async def committing(client: SlowClient) -> list["asyncio.Task[bool]"]:
+    """A group's commits of five partitions, of which the first is under way."""
+    group, _ = group_of(client)
+    commits = [asyncio.create_task(group.commit({Partition("ticks", number): 10 + number})) for number in NUMBERS]
+    await eventually(lambda: client.requests)
+    return commits
+
+
+async def test_commits_that_wait_for_another_one_go_together() -> None:
+    client = SlowClient(*[Partition("ticks", number) for number in NUMBERS if number != 3])
+    commits = await committing(client)
+    client.answers.set()
+    assert await asyncio.gather(*commits) == [True, True, True, False, True]
+    assert client.requests == [{0: 10}, {1: 11, 2: 12, 4: 14}]
+
+
+async def test_a_commit_that_is_refused_keeps_no_other_from_being_made() -> None:
+    client = SlowClient(*[Partition("ticks", number) for number in NUMBERS])
+    client.refused = {12}
+    commits = await committing(client)
+    client.answers.set()
+    first, *others = await asyncio.gather(*commits, return_exceptions=True)
+    assert first is True
+    assert [type(outcome) for outcome in others] == [bool, TopicAuthorizationFailedError, bool, bool]
+    assert client.requests == [{0: 10}, {1: 11, 2: 12, 3: 13, 4: 14}, {1: 11}, {2: 12}, {3: 13}, {4: 14}]
+
+
+async def test_a_commit_that_is_cancelled_is_not_sent_later_and_ends_no_other() -> None:
+    client = SlowClient(*[Partition("ticks", number) for number in NUMBERS])
+    commits = await committing(client)
+    for number in (0, 2):
+        commits[number].cancel()
+    await eventually(lambda: len(client.requests) == 2)
+    commits[1].cancel()  # it has taken the others along
+    await eventually(lambda: len(client.requests) == 3)
+    client.answers.set()
+    assert await asyncio.gather(*commits[3:]) == [True, True]
+    assert client.requests == [{0: 10}, {1: 11, 3: 13, 4: 14}, {3: 13, 4: 14}]
+
+
 async def test_a_commit_that_the_broker_does_not_answer_is_raised() -> None:
     client = Client(TICKS_0)
     client.refuses = KafkaConnectionError("away")
