@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakMethod
+from weakref import WeakMethod, proxy
 
 import msgspec
 
@@ -194,7 +194,8 @@ class RemoteWritePartition:
         """Put a record into the lane of its node."""
         lane = self._lanes.get(read.record.key)
         if lane is None:
-            lane = self._lanes[read.record.key] = Lane(self._series, WeakMethod(self._settle), self._moved, abandon)
+            lane = Lane(proxy(self._series), WeakMethod(self._settle), self._moved, abandon)
+            self._lanes[read.record.key] = lane
         lane.waiting.append(read)
         self._enqueued += 1
         if len(lane.waiting) == 1 and not lane.busy:

@@ -14,6 +14,8 @@ from sinks.remote_write import queue
 from sinks.remote_write.partition import RemoteWritePartition
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.queue import MAX_AHEAD_MS, STUCK_AFTER_S
+from sinks.series.relabel import Relabelling
+from sinks.series.relabel_file import load
 from tests.eventually import eventually
 from tests.sinks.conftest import SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, record
@@ -211,6 +213,25 @@ async def test_what_is_under_way_when_the_partition_goes_is_waited_for_and_nothi
     assert await leaving == [2]
     assert len(receiver.requests_seen) == 1
     assert setup.ends() == {"delivered": 1}
+
+
+async def test_a_partition_that_comes_back_to_another_handler_has_its_series_while_an_old_request_hangs() -> None:
+    rules = "- {source_labels: [k8s_pod_name], target_label: pod}"
+    setup = Setup(receiver := HeldReceiver(), relabelling=Relabelling([load(rules, "rules.yml")]))
+    first, second, third = ticks("a", "a", "a")
+    await setup.deliver(first)
+    receiver.hold = {"a"}
+    await given_to(setup.handler, setup, second)
+    await eventually(lambda: len(receiver.requests_seen) == 2)
+
+    setup.abandon.set()
+    setup.abandon, setup.handler = asyncio.Event(), setup.partition()
+    setup.handler.recall([first])
+    await given_to(setup.handler, setup, second)
+    receiver.hold = set()
+    await setup.deliver(third)
+    assert setup.count("samples_withheld_total") == 0
+    assert [len(points) for points in receiver.stored.values()] == [3] * len(SERIES)
 
 
 async def test_what_was_finished_before_one_that_was_not_is_counted_once_when_the_partition_comes_back() -> None:
