@@ -239,11 +239,12 @@ class RemoteWriteSender:
         if means == "not-2.0" and not self._fixed:
             self._fall_back(answer)
             return answer.status < 300
-        if means == "accepted":
-            self._newest = self._newest or small
-        return means == "accepted" or (
+        takes = means == "accepted" or (
             means == "refused" and refusal(answer, small[0].ts_ms, now_ms()).reason in UNTIMELY
         )
+        if takes:
+            self._newest = self._newest or small
+        return takes
 
     def _encode(self, groups: Sequence[SampleGroup], protocol: Protocol) -> bytes:
         return compressed(encode_v1.pieces(groups) if protocol == "1.0" else [self._encoder.encode(groups)])

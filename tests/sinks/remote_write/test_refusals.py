@@ -232,6 +232,14 @@ async def test_a_receiver_that_refuses_everything_is_asked_twice_and_then_waited
     assert setup.balanced()
 
 
+async def test_a_process_that_has_only_what_is_there_already_and_what_is_refused_finds_out_which_is_which() -> None:
+    receiver = Receiver(REFUSALS["all of one node"])
+    before, after = Setup(receiver), Setup(receiver)
+    await before.deliver(record(sample(1)), record(sample(2)))
+    await asyncio.wait_for(after.deliver(record(sample(1)), record(sample(3, node="n2"))), 10)
+    assert after.ends() == {"delivered": 1, "dead_lettered": 1}
+
+
 @of_every_kind
 async def test_what_was_kept_while_everything_was_refused_is_delivered_when_it_is_over(
     kind: Kind, caplog: pytest.LogCaptureFixture
