@@ -114,11 +114,13 @@ class Http:
             ) as response:
                 text = b""
                 with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):  # the status is the answer
-                    async with asyncio.timeout(_TEXT_S):
-                        async for chunk in response.content.iter_any():
-                            text += chunk
-                            if len(text) >= _TEXT_BYTES:
-                                break
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_TEXT_S):
+                            async for chunk in response.content.iter_any():
+                                text += chunk
+                                if len(text) >= _TEXT_BYTES:
+                                    break
+                    text += response.content.read_nowait()  # it came while this process was stopped
                 shown = redact(text[:_TEXT_BYTES].decode("utf-8", "replace"))
                 return Reply(response.status, shown, response.headers)
         except aiohttp.ClientResponseError as error:  # its own text has the URL, whose path may be a secret

@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -112,6 +114,38 @@ async def test_an_answer_that_is_cut_has_its_status_and_what_came_of_its_text(st
 
     async with receiving(close) as client:
         assert await client.post(b"", "1.0") == Answer(status, "half")
+
+
+async def test_an_answer_has_the_text_that_came_while_the_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeout = asyncio.timeout
+
+    def stopped(seconds: float | None) -> asyncio.Timeout:
+        """When the process goes on, the time for the text is over, and the text is there."""
+        if seconds == module._TEXT_S:
+            reading.set()
+            assert written.wait(10)
+        return timeout(seconds)
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 12\r\n\r\n")
+            assert reading.wait(10)
+            connection.sendall(b"out of order")
+            written.set()
+            connection.recv(1)
+
+    reading, written = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = asyncio.ensure_future(asyncio.to_thread(serve))
+        client = Client(RemoteWriteSettings(kafka="none", url=f"http://127.0.0.1:{server.getsockname()[1]}/write"))
+        monkeypatch.setattr(module, "_TEXT_S", 0.0)
+        monkeypatch.setattr(asyncio, "timeout", stopped)
+        answer = await client.post(b"", "1.0")
+        await client.close()
+        await serving
+    assert answer == Answer(400, "out of order")
 
 
 async def test_an_answer_whose_text_is_not_encoded_as_it_says_has_its_status() -> None:
