@@ -142,6 +142,7 @@ class RemoteWritePartition:
             results = await self._shared.deliverer.deliver([silence.groups for silence in batch], abandon)
             for silence, result in zip(batch, results, strict=True):
                 self._series.ended(silence)
+                self._shared.deliverer.leave_out(result)
                 refused = samples_of(group for group, _ in (*result.refused, *result.left_out))
                 markers = self._shared.instruments.counter("gpustream_remote_write_markers_total")
                 markers.inc(samples_of(silence.groups) - refused)
@@ -256,6 +257,8 @@ class RemoteWritePartition:
                 await self._shared.letters.write(read.record, why, abandon)
                 if read.slot.epoch != self._ledger.epoch:
                     return
+            if result:
+                self._shared.deliverer.leave_out(result)
             values = self._settle_tick(tick, result, read.read_s) if tick and result else _Values()
             self._enqueued -= 1
             of_earlier: Outcome = "delivered" if outcome == "dead_lettered" else outcome

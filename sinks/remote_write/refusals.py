@@ -148,10 +148,11 @@ class Delivered:
 
     ``written``: how many samples of groups that were refused for their time were accepted nevertheless; which ones is
     unknown. ``requests`` counts the requests that it took to find out. ``in_doubt``: it was sent more than once, so its
-    samples may have been accepted before they were refused.
+    samples may have been accepted before they were refused. ``found``: the refused series that are to be left out.
     """
 
     refused: list[Refused] = field(default_factory=list)
+    found: list[Refused] = field(default_factory=list)
     left_out: list[Refused] = field(default_factory=list)
     written: int = 0
     requests: int = 0
@@ -210,11 +211,14 @@ class Deliverer:
             except _RefusesEverything:
                 sent_before = True
                 continue
-            for group, refusal in bisection.found:
-                self._left_out.add(group, refusal, self._clock_s())
             for result in results:
                 result.in_doubt = sent_before or bisection.sent_again
             return results
+
+    def leave_out(self, result: Delivered) -> None:
+        """Leave out the series that were found to be refused. Report them before: afterwards nothing refuses them."""
+        for group, refusal in result.found:
+            self._left_out.add(group, refusal, self._clock_s())
 
 
 class _Piece(NamedTuple):
@@ -236,10 +240,7 @@ class _RefusesEverything(Exception):
 
 
 class _Bisection:
-    """Sends pieces, and bisects those that are refused. ``found``: the series found to be refused for their content.
-
-    ``sent_again``: some pieces were sent more than once.
-    """
+    """Sends pieces, and bisects those that are refused. ``sent_again``: some pieces were sent more than once."""
 
     def __init__(
         self,
@@ -250,7 +251,6 @@ class _Bisection:
         abandon: asyncio.Event,
         pieces: _Pieces,
     ) -> None:
-        self.found: list[Refused] = []
         self.sent_again = False
         self._sender, self._slots, self._size, self._clock_s = sender, slots, size, clock_s
         self._abandon, self._all = abandon, pieces
@@ -336,7 +336,8 @@ class _Bisection:
     async def _try_a_few(self, pieces: _Pieces, refusal: Refusal) -> _Pieces:
         """Send a few series one by one, until one is accepted. Returns the pieces that are still to be settled.
 
-        If none is accepted, all series about the same subject (metrics, pods and so on) are refused.
+        If none is accepted, all series about the same subject (metrics, pods and so on) are refused, for the reason of
+        the last one: the text about all of them may have been lost.
         """
         series = [(number, row) for number, piece in enumerate(pieces) for row in range(len(piece.group.values))]
         refused: set[tuple[int, int]] = set()
@@ -346,7 +347,8 @@ class _Bisection:
             refused_alone = await self._request_of_tick(one)
             if refused_alone is None:
                 return _without(pieces, refused) if refused else pieces
-            self._refuse(one, refused_alone)
+            refusal = refused_alone
+            self._refuse(one, refusal)
             refused.add((number, row))
         tried = {pieces[number].group.series.subject for number, _ in refused}
         left = _without(pieces, refused)
@@ -357,11 +359,11 @@ class _Bisection:
         """Note that pieces are refused. ``known``: each of their series is, not just some."""
         if not pieces:
             return
-        refused = [(piece.group, refusal) for piece in pieces]
-        pieces[0].result.refused += refused
-        pieces[0].result.written += refusal.written
+        refused, result = [(piece.group, refusal) for piece in pieces], pieces[0].result
+        result.refused += refused
+        result.written += refusal.written
         if refusal.reason not in WHOLE:
-            self.found += refused if known else []
+            result.found += refused if known else []
             self._last_refusal = refusal, self._sender.accepted
 
     async def _request_of_tick(self, pieces: _Pieces) -> Refusal | None:

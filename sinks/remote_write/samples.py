@@ -51,6 +51,7 @@ class SampleWriter:
             for number, sent in zip(numbers, await self.send(groups, abandon), strict=True):
                 if (result := results[number]) is not None:
                     result.refused += sent.refused
+                    result.found += sent.found
                     result.left_out += sent.left_out
         outcomes = [_outcome(written, result) for written, result in zip(batch, results, strict=True)]
         for written, (outcome, why) in zip(batch, outcomes, strict=True):
@@ -70,7 +71,8 @@ class SampleWriter:
             return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
 
     def count(self, result: Delivered) -> None:
-        """Count the refused samples."""
+        """Count the refused samples, which were reported, and leave their series out from now on."""
+        self._shared.deliverer.leave_out(result)
         refused = [(group, refusal.reason) for group, refusal in result.refused]
         for group, reason in [*refused, *((group, LEFT_OUT) for group, _ in result.left_out)]:
             self._shared.instruments.counter(self._refused, reason).inc(len(group.values))

@@ -15,7 +15,7 @@ from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import eventually
-from tests.sinks.conftest import device, sample
+from tests.sinks.conftest import SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, record
 from tests.sinks.remote_write.receivers import KINDS, Kind, Receiver, Refuse, of_every_kind
 from tests.sinks.remote_write.test_partition import Setup
@@ -238,6 +238,44 @@ async def test_a_process_that_has_only_what_is_there_already_and_what_is_refused
     await before.deliver(record(sample(1)), record(sample(2)))
     await asyncio.wait_for(after.deliver(record(sample(1)), record(sample(3, node="n2"))), 10)
     assert after.ends() == {"delivered": 1, "dead_lettered": 1}
+
+
+class LosesText(Receiver):
+    """The text of its first refusal is lost."""
+
+    lost = False
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        answer = await super().post(body, protocol)
+        if self.lost or answer.status != 400:
+            return answer
+        self.lost = True
+        return answer._replace(text="")
+
+
+@of_every_kind
+async def test_of_a_tick_that_is_there_already_nothing_is_left_out_if_the_text_that_says_so_is_lost(kind: Kind) -> None:
+    receiver = LosesText(kind=kind)
+    before, after = Setup(receiver, kind.protocol), Setup(receiver, kind.protocol)
+    await before.deliver(tick(1), tick(2))
+    await after.deliver(tick(1), tick(3))
+    assert receiver.lost
+    assert after.ends() == {"delivered": 2}
+    assert after.count("series_left_out") == 0
+
+
+async def test_a_series_is_not_left_out_before_its_dead_letter_is_there() -> None:
+    setup = Setup(Receiver(REFUSALS["all of one node"]))
+    await warm(setup)
+    setup.sender.away = True
+    delivering = asyncio.ensure_future(setup.deliver(record(sample(1, node="n2"))))
+    await eventually(lambda: setup.receiver.requests >= len(SERIES))
+    setup.abandon.set()
+    with pytest.raises(Abandoned):
+        await delivering
+    setup.sender.away, setup.abandon = False, asyncio.Event()
+    await setup.deliver(record(sample(1, node="n2")))
+    assert setup.ends()["dead_lettered"] == len(setup.sender.sent) == 1
 
 
 @of_every_kind
