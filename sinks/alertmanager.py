@@ -317,7 +317,9 @@ class AlertmanagerPartition:
     def recall(self, records: Sequence[Record]) -> None:
         """Restore the alerts from records that were sent before."""
         for record in records:
-            self._settle(self._read(record))
+            read = self._read(record)
+            self._activate(read)
+            self._finish(read)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Send the new transitions, request by request. A refused alert is still sent periodically while it is open.
@@ -332,12 +334,13 @@ class AlertmanagerPartition:
                 news = [read.alert for read in reads if read.alert and read.is_news]
                 refused = await notifier.send([*self._active.renamed(news), *news], abandon)
                 for read in reads:
-                    self._settle(read)
+                    self._activate(read)
             errors = [read.error or (refused.get(read.alert.fingerprint, "") if read.alert else "") for read in reads]
             for read, error in zip(reads, errors, strict=True):
                 if error:
                     await self._letters.write(read.record, error, abandon)
             for read, error in zip(reads, errors, strict=True):
+                self._finish(read)
                 self._outcomes.finish("dead_lettered" if error else "delivered" if read.is_news else "duplicate")
             yield batch[-1].offset + 1
 
@@ -360,15 +363,16 @@ class AlertmanagerPartition:
         is_news, is_last = self._transitions.is_news(alert), self._transitions.is_last(alert)
         return _AlertmanagerRecord(record, alert, is_news=is_news, is_last=is_last)
 
-    def _settle(self, read: _AlertmanagerRecord) -> None:
-        """Update the active alerts and the transitions by a record."""
-        if read.error:
-            return
-        if read.alert is None:
-            self._active.remove(key_of(read.record))
-        elif read.is_news or (read.is_last and read.alert.is_open):
+    def _activate(self, read: _AlertmanagerRecord) -> None:
+        """Update the active alerts by a record."""
+        if read.alert is not None and (read.is_news or (read.is_last and read.alert.is_open)):
             self._active.put(read.alert, read.record.timestamp)
-        if read.alert is None or read.is_news:
+        elif read.alert is None and not read.error:
+            self._active.remove(key_of(read.record))
+
+    def _finish(self, read: _AlertmanagerRecord) -> None:
+        """Remember what a record said, once its dead letter is written: until then it is news if it is read again."""
+        if read.is_news or (read.alert is None and not read.error):
             self._transitions.update(read.record, read.alert)
 
 

@@ -240,6 +240,20 @@ async def test_a_refused_alert_is_a_dead_letter_and_the_others_are_in(caplog: py
     assert setup.value("refused_total") == 2
 
 
+async def test_a_refused_alert_whose_partition_is_revoked_before_its_dead_letter_is_there_gets_it_afterwards() -> None:
+    setup = Setup(FakeAlertmanager(bad=frozenset("c")))
+    setup.sender.away = True
+    delivering = asyncio.ensure_future(setup.deliver(records(firing("c"))))
+    await eventually(lambda: setup.value("refused_total") == 1)
+    setup.abandon.set()
+    with pytest.raises(Abandoned):
+        await delivering
+    setup.sender.away, setup.abandon = False, asyncio.Event()
+    await setup.deliver(records(firing("c")))
+    assert setup.ends() == {"dead_lettered": 1}
+    assert len(setup.errors()) == 1
+
+
 async def test_an_alert_that_a_proxy_forbids_is_a_dead_letter_and_the_others_are_in() -> None:
     setup = Setup(FakeAlertmanager())
     setup.manager.default_status = lambda body: 403 if b"bad" in body else 200
