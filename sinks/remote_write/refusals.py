@@ -302,8 +302,13 @@ class _Bisection:
                 await self._send_ticks(half)
             return
         ends = await asyncio.gather(*map(self._send_ticks, halves), return_exceptions=True)
-        for failed in (end for end in ends if end is not None):
-            raise failed
+        failed = [end for end in ends if end is not None]
+        del ends
+        try:
+            if failed:
+                raise failed[0]
+        finally:
+            failed.clear()  # an error refers to the frames that it has passed: none of them is to refer to it
 
     async def _narrow(self, pieces: _Pieces, refusal: Refusal, *, try_a_few: bool) -> None:
         """Find out which series of one tick are refused. ``try_a_few``: try a few of many first."""

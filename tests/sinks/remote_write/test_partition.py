@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
+from tests.eventually import eventually
 from tests.growth import kept
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, encoded, record
@@ -325,6 +328,37 @@ async def test_a_partition_that_comes_back_to_another_handler_has_the_series_of_
     await setup.deliver(*ticks[2:])
     assert [len(points) for points in setup.receiver.stored.values()] == [4] * PER_DEVICE
     assert setup.count("samples_withheld_total") == 0
+
+
+class Away(Receiver):
+    """Is away from this request on."""
+
+    away_from = math.inf
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        if self.requests < self.away_from:
+            return await super().post(body, protocol)
+        self.requests += 1
+        await asyncio.sleep(0)
+        return Answer(503)
+
+
+@pytest.mark.usefixtures("_without_gc")
+async def test_a_partition_that_is_revoked_while_its_markers_are_refused_does_not_stay() -> None:
+    nodes = [record(sample(1, node=node)) for node in "abcd"]
+    setup, later = Setup(receiver := Away()), Setup(receiver)
+    await setup.deliver(*nodes)
+    await later.deliver(*[record(sample(2, node=node)) for node in "abcd"])
+    receiver.away_from = receiver.requests + 1
+    ending = asyncio.ensure_future(setup.handler.quiet(setup.abandon))
+    await eventually(lambda: receiver.requests > receiver.away_from + len(["both", "halves"]))
+    setup.abandon.set()
+    with pytest.raises(Abandoned):
+        await ending
+    revoked, setup.handler = weakref.ref(setup.handler), setup.partition()
+    del ending
+    await asyncio.sleep(0)
+    assert revoked() is None
 
 
 @pytest.mark.usefixtures("_without_gc")
