@@ -37,6 +37,12 @@ OUR_LABELS = {"app.kubernetes.io/name": "gpustream"}
 TICKS = 15
 
 
+@pytest.fixture(autouse=True)
+def roomy_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How full the disk of this machine is makes no difference."""
+    monkeypatch.setattr(brokers, "MIN_FREE_RATIO", 0.0)
+
+
 async def look(
     kafka: KafkaServer, *, later_ms: int = 0, **scope_options: Any
 ) -> tuple[Situation, dict[str, CheckResult]]:
