@@ -24,6 +24,7 @@ from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.replays import LastTick
 from delivery.sender import Sender
+from delivery.tasks import Turns
 from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.counters_reload import following
@@ -76,7 +77,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
-
 _STEP = 50
 
 
@@ -114,6 +114,7 @@ class ScrapeShared(NamedTuple):
     outcomes: Outcomes
     instruments: Instruments
     letters: DeadLetters
+    turns: Turns
     resolution: Resolution | None = None
     now_s: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
@@ -153,6 +154,7 @@ class ScrapePartition:
         self._abandon = abandon
         outcomes, values = self._shared.outcomes, self._shared.instruments.counter(VALUES)
         for start in range(0, len(records), _STEP):
+            await self._shared.turns.next()
             step = records[start : start + _STEP]
             samples: list[SeriesTick | None] = []
             for record in step:
@@ -254,6 +256,7 @@ class ScrapeSink:
             outcomes=self._outcomes,
             instruments=self._instruments,
             letters=DeadLetters(sender, "sink scrape"),
+            turns=Turns(),
             resolution=settings.resolution(),
         )
 

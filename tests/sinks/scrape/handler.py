@@ -7,6 +7,7 @@ from typing import Any
 
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
+from delivery.tasks import Turns
 from sinks.outcomes import Outcome, Outcomes
 from sinks.scrape.sink import COMPONENT, INSTRUMENTS, ScrapePartition, ScrapeShared
 from sinks.series.model import SampleGroup
@@ -40,6 +41,7 @@ class Bench:
     wall_s: float = 0.0
     resolution: Resolution | None = None
     letters: FakeLetters = field(default_factory=FakeLetters)
+    turns: Turns = field(default_factory=Turns)
     outcomes: list[tuple[str, int, Outcome]] = field(default_factory=list)
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     instruments: Instruments = field(default_factory=lambda: Instruments(INSTRUMENTS))
@@ -52,6 +54,7 @@ class Bench:
             outcomes=Outcomes(COMPONENT, self.instruments, self._record_outcome),
             instruments=self.instruments,
             letters=self.letters,
+            turns=self.turns,
             resolution=self.resolution,
             now_s=lambda: self.now_s,
             wall_s=lambda: self.wall_s,

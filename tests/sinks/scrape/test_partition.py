@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -325,10 +326,11 @@ async def test_a_topic_that_was_created_again_starts_again() -> None:
     assert " 0.2\n" in bench.exposition()
 
 
-async def test_many_records_are_committed_in_steps() -> None:
+async def test_many_records_are_committed_in_steps_of_one_turn_each(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-
-    assert await bench.deliver(*(_tick(n, _device("a", 0.1)) for n in range(120))) == [50, 100, 120]
+    monkeypatch.setattr(bench.turns, "next", turn := AsyncMock())
+    assert await bench.deliver(*(_tick(number, _device("a", 0.1)) for number in range(120))) == [50, 100, 120]
+    assert turn.await_count == 3
 
 
 async def test_nothing_is_kept_of_silent_nodes_that_nobody_scrapes() -> None:
