@@ -34,7 +34,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py gpustream/strimzi.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py docs/figures.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector receivers keda kubelet real-servers lock
+.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth bench-large soak storm upgrade gpu pictures image dist collector receivers keda kubelet real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -110,6 +110,9 @@ bench-live: install ## measure: how many nodes two cores carry at 1 Hz, on a qui
 
 bench-growth: install ## measure: 100 to 10,000 nodes, 1 and 2 workers, catching up after an hour, in half an hour; ARGS=--write
 	$(BIN)/python -m tests.bench.growth $(ARGS)
+
+bench-large: install ## measure: 10,000 nodes at once through every component, on a quiet machine with 8 GiB free, in half an hour; ARGS=--write
+	$(BIN)/python -m tests.bench.large $(ARGS)
 
 soak: install ## faults at random against real servers, every sample counted: an hour, or SOAK_MINUTES=10 SOAK_SEED=7
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(BIN)/pytest tests/real/test_soak.py -s -rs --show-capture=no $(ARGS)
