@@ -425,21 +425,16 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """
         commit = _Commit(offsets)
         self._commits.append(commit)
-        try:
-            with self._health.committing():
+        with self._health.committing():
+            try:
                 async with self._commit_lock:
-                    if commit in self._commits:
-                        together, self._commits = self._commits, []
-                        try:
-                            await self._send_commits(together)
-                        finally:  # it may have been cancelled
-                            self._commits[:0] = [other for other in together if other.outcome is None]
-                if isinstance(commit.outcome, KafkaError):
-                    raise commit.outcome
-                return commit.outcome is True
-        finally:
-            if commit in self._commits:
+                    if commit.outcome is None:  # no other one has taken it along
+                        await self._send_commits([other for other in self._commits if other.outcome is None])
+            finally:
                 self._commits.remove(commit)
+            if isinstance(commit.outcome, KafkaError):
+                raise commit.outcome
+            return commit.outcome is True
 
     async def _send_commits(self, commits: Sequence["_Commit"]) -> None:
         """Send commits in one request. If it fails, each by itself: the offsets of one topic may be refused."""

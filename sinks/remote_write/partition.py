@@ -100,8 +100,8 @@ class RemoteWritePartition:
         for start in range(0, len(records), TURN_RECORDS):
             if start:
                 await asyncio.sleep(0)  # all partitions may have got many at the same time
-            if start and abandon.is_set():
-                break  # the rest is read again by the next owner
+                if abandon.is_set():
+                    break  # the rest is read again by the next owner
             self._put(records[start : start + TURN_RECORDS], abandon)
         self._queue.pump()
         while True:
