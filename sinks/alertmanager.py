@@ -314,12 +314,11 @@ class AlertmanagerPartition:
         self._transitions = Transitions()
         self._active = ActiveAlerts()
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Restore the alerts from records that were sent before."""
-        for record in records:
-            read = self._read(record)
-            self._activate(read)
-            self._finish(read)
+    def recall(self, record: Record) -> None:
+        """Restore an alert from a record that was sent before."""
+        read = self._read(record)
+        self._activate(read)
+        self._finish(read)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Send the new transitions, request by request. A refused alert is still sent periodically while it is open.

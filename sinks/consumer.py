@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 BATCH_RECORDS = 250
 """The most records of a partition that are fetched at a time."""
 
-TURN_RECORDS = 10
-"""So many of them are translated in one turn of the event loop: that may take milliseconds for each."""
-
 LEAVE_S = 4.0
 """How long a delivery in progress may still take when its partition is revoked."""
 
@@ -52,8 +49,8 @@ _QUIET_EVERY_S = 1.0
 class Handler(Protocol):
     """Delivers the records of one partition, in their order."""
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Restore the handler's state from records that were finished before. Delivers nothing."""
+    def recall(self, record: Record) -> None:
+        """Restore the handler's state from a record that was finished before. Delivers nothing."""
 
     def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Deliver the records in steps, and yield after each step the offset after the last finished record.
@@ -311,9 +308,9 @@ class Assignment:
             if records[0].offset != position:
                 resume = await self._jump(max(position, resume), position, records[0].offset)
             history = [record for record in records if record.offset < resume]
-            for start in range(0, len(history), TURN_RECORDS):
-                self._handler.recall(history[start : start + TURN_RECORDS])
-                await asyncio.sleep(0)
+            for record in history:
+                await self._group.turns.next()
+                self._handler.recall(record)
             if len(history) < len(records):
                 self.next = resume if self.next is None else self.next
                 await self._deliver(records[len(history) :])

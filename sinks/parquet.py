@@ -251,8 +251,8 @@ class ParquetPartition:
         self._pending = self._dead_lettered = self._next_offset = 0
         self._since_s: float | None = None
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Does nothing: the files have these records."""
+    def recall(self, record: Record) -> None:
+        """Does nothing: the files have this record."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Collect records, and write them if they are many or old, or if the partition is being revoked."""

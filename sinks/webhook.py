@@ -12,6 +12,7 @@ transition and its commit, it is sent again, with the same bytes, signature and 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import math
@@ -134,13 +135,10 @@ class WebhookPartition:
         self._newest: dict[bytes | None, asyncio.Task[Outcome]] = {}
         self._abandon: asyncio.Event | None = None
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Restore the newest transitions from records that were sent before."""
-        for record in records:
-            try:
-                self._transitions.update(record, read_alert(record))
-            except Undecodable:
-                continue  # its dead letter has been written before
+    def recall(self, record: Record) -> None:
+        """Restore the newest transition from a record that was sent before."""
+        with contextlib.suppress(Undecodable):  # its dead letter has been written before
+            self._transitions.update(record, read_alert(record))
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Send the records, several at once, and finish them in order. Slow ones are kept for the next call.

@@ -64,10 +64,10 @@ class CaughtUp:
                 self._since_s = asked_s
             self._until_s = asked_s
 
-    @property
-    def until_s(self) -> float:
-        """When the broker was asked for the last end that has been reached, in seconds of the monotonic clock."""
-        return self._until_s
+    def age_s(self, now_s: float) -> float:
+        """For how many seconds the partition may have records that were not read: since the broker was asked for the
+        last end that has been reached; infinite until one has been."""
+        return now_s - self._until_s
 
     def lasted_s(self, since_s: float) -> float:
         """For how many seconds, from that time on, the partition has been read to its end; below 0: not at all."""

@@ -64,11 +64,10 @@ class ReclaimPartition:
         self._check_at_s: dict[str, float] = {}
         self._resume_at_s = -math.inf  # the API server is asked nothing before
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Know which alerts fire."""
-        for record in records:
-            with contextlib.suppress(Undecodable):  # its dead letter was written then
-                self._learn(record)
+    def recall(self, record: Record) -> None:
+        """Know whether an alert fires."""
+        with contextlib.suppress(Undecodable):  # its dead letter has been written before
+            self._learn(record)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Know which alerts fire. What is due is done when all is read."""

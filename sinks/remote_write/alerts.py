@@ -15,6 +15,7 @@ change anything about a series except its fingerprint: without that, two alerts 
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -239,13 +240,10 @@ class AlertPartition:
         self._series, self._max_samples, self._clock_s = series, shared.max_samples, clock_s
         self._writer = SampleWriter(shared, "gpustream_remote_write_alert_samples_refused_total")
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Restore the alerts from records that were written before."""
-        for record in records:
-            try:
-                self._series.recall(key_of(record), read_alert(record), record.timestamp)
-            except Undecodable:
-                continue  # its dead letter has been written before
+    def recall(self, record: Record) -> None:
+        """Restore an alert from a record that was written before."""
+        with contextlib.suppress(Undecodable):  # its dead letter has been written before
+            self._series.recall(key_of(record), read_alert(record), record.timestamp)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Write the alerts' starts and ends, batch by batch."""

@@ -13,6 +13,7 @@ are known to be accepted: only a later sample of its node could make it out of o
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
@@ -26,8 +27,7 @@ import msgspec
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
-from delivery.tasks import set_within
-from sinks.consumer import TURN_RECORDS
+from delivery.tasks import Turns, set_within
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
@@ -61,6 +61,7 @@ class RemoteWriteShared(NamedTuple):
     slots: asyncio.Semaphore
     max_samples: int
     stale_after_s: float
+    turns: Turns
 
 
 class RemoteWritePartition:
@@ -84,25 +85,23 @@ class RemoteWritePartition:
         self._in_doubt_before = 0
         self._counted_s = -math.inf
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Restore the open series from records that were sent before."""
-        for record in records:
-            try:
-                self._series.recall(decoded(record, decode, TOPIC.name), time.monotonic())
-            except Undecodable:
-                continue  # its dead letter has been written before
+    def recall(self, record: Record) -> None:
+        """Restore the open series of a record that was sent before."""
+        with contextlib.suppress(Undecodable):  # its dead letter has been written before
+            self._series.recall(decoded(record, decode, TOPIC.name), time.monotonic())
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Put the records into the queue, and yield the offsets to commit. Waits only if too much is unfinished.
 
         When ``abandon`` is set, it waits for the requests in flight.
         """
-        for start in range(0, len(records), TURN_RECORDS):
-            if start:
-                await asyncio.sleep(0)  # all partitions may have got many at the same time
-                if abandon.is_set():
-                    break  # the rest is read again by the next owner
-            self._put(records[start : start + TURN_RECORDS], abandon)
+        if records and abandon is not self._abandon:
+            self._begin(records[0], abandon)
+        for record in records:
+            await self._shared.turns.next()  # all partitions may have got many at the same time
+            if abandon.is_set():
+                break  # the rest is read again by the next owner
+            self._put(record, abandon)
         self._queue.pump()
         while True:
             self._moved.clear()
@@ -164,27 +163,28 @@ class RemoteWritePartition:
         self._ledger.forget()
         self._abandon = None
 
-    def _put(self, records: Sequence[Record], abandon: asyncio.Event) -> None:
-        """Put records into their nodes' lanes, except those that were finished before the partition was revoked."""
-        tp = Partition(records[0].topic, records[0].partition)
-        if abandon is not self._abandon:
-            self._forget()
-            self._ledger.begin({tp: records[0].offset})
-            self._series.distrust()
-            self._progress.at_end = True  # until a record of it is settled; requests in flight have their own progress
-            self._tp, self._abandon, self._in_doubt_before = tp, abandon, records[0].offset + _IN_DOUBT_RECORDS
-        for record in records:
-            slot = self._ledger.admit(tp, record.offset, len(record.value or b""))
-            if record.offset in self._counts:
-                self._ledger.finish(slot)
-                continue
-            read = ReadRecord(record, slot, in_doubt=record.offset < self._in_doubt_before)
-            if not self._windows:
-                self._enqueue(read, abandon)
-                continue
-            self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
-            self._logged_ms, read.log_s = record.timestamp, self._log_s
-            self._fold(read, abandon)
+    def _begin(self, first: Record, abandon: asyncio.Event) -> None:
+        """Go on from the first record of an assignment: what its last owner has not committed may have been sent."""
+        self._forget()
+        self._tp, self._abandon = Partition(first.topic, first.partition), abandon
+        self._in_doubt_before = first.offset + _IN_DOUBT_RECORDS
+        self._ledger.begin({self._tp: first.offset})
+        self._series.distrust()
+        self._progress.at_end = True  # until a record of it is settled; requests in flight have their own progress
+
+    def _put(self, record: Record, abandon: asyncio.Event) -> None:
+        """Put a record into its node's lane, unless it was finished before the partition was revoked."""
+        slot = self._ledger.admit(self._tp, record.offset, len(record.value or b""))
+        if record.offset in self._counts:
+            self._ledger.finish(slot)
+            return
+        read = ReadRecord(record, slot, in_doubt=record.offset < self._in_doubt_before)
+        if not self._windows:
+            self._enqueue(read, abandon)
+            return
+        self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
+        self._logged_ms, read.log_s = record.timestamp, self._log_s
+        self._fold(read, abandon)
         while self._open:  # a window that stays open in a backlog would keep all that is read after it unfinished
             key, oldest = next(iter(self._open.items()))
             if self._log_s - oldest.log_s <= self._shared.stale_after_s:

@@ -11,6 +11,7 @@ from delivery.dead_letters import DeadLetters, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
+from delivery.tasks import Turns
 from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.counters_reload import following
@@ -148,6 +149,7 @@ class RemoteWriteSink:
             slots=asyncio.Semaphore(settings.max_in_flight),
             max_samples=settings.max_request_samples,
             stale_after_s=settings.stale_after_s,
+            turns=Turns(),
         )
 
         queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)

@@ -120,7 +120,7 @@ class UsagePartition:
         self._max_records = max(1, shared.max_samples // len(_HELD))
         self._writer = SampleWriter(shared, "gpustream_remote_write_usage_samples_refused_total")
 
-    def recall(self, records: Sequence[Record]) -> None:
+    def recall(self, record: Record) -> None:
         """Keeps nothing: an hour that is sent again is the same sample."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:

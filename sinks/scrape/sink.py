@@ -138,13 +138,10 @@ class ScrapePartition:
         for node in self._nodes.values():
             yield from node.groups.values()
 
-    def recall(self, records: Sequence[Record]) -> None:
-        """Restore the series of records that were finished before."""
-        for record in records:
-            try:
-                self._apply(decoded(record, decode, TOPIC.name), record.timestamp)
-            except Undecodable:
-                continue  # its dead letter has been written before
+    def recall(self, record: Record) -> None:
+        """Restore the series of a record that was finished before."""
+        with contextlib.suppress(Undecodable):  # its dead letter has been written before
+            self._apply(decoded(record, decode, TOPIC.name), record.timestamp)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Show the records, some at a time.

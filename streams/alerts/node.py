@@ -249,7 +249,6 @@ class PartitionNodes(PartitionState):
 
         They are judged as of the time up to which the partition was read to its end: what came later may have ticks.
         """
-        until_s = self.caught_up.until_s
         silent_nodes = [
             node
             for key, node in self.nodes.items()
@@ -257,7 +256,7 @@ class PartitionNodes(PartitionState):
         ]
         for node in silent_nodes:
             if node.current is not None:
-                removed_ms, read_ms = self._removed_ms.get(node.key), now_ms - round((now_s - until_s) * 1000)
+                removed_ms, read_ms = self._removed_ms.get(node.key), now_ms - round(self.caught_up.age_s(now_s) * 1000)
                 node.apply(machine.step_without_tick(node.current, rules, now_ms=read_ms, removed_ms=removed_ms))
         return silent_nodes
 

@@ -254,7 +254,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         """Close the windows that the next record of the partition would close. Write the books of nodes that have kept
         ticks for too long, or whose last books in the topic are another worker's."""
         now_s = self._clocks.monotonic_s()
-        age_s = now_s - partition.caught_up.until_s
+        age_s = partition.caught_up.age_s(now_s)
         if age_s < FORGET_MS / 1000:
             self._pass_time(partition, self._clocks.now_ms() - round(age_s * 1000) - LEADERS_APART_MS)
         for node in partition.nodes.values():

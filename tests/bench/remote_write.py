@@ -22,6 +22,7 @@ from cramjam import snappy
 
 from delivery.dead_letters import DeadLetters
 from delivery.instruments import Instruments
+from delivery.tasks import Turns
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
@@ -210,6 +211,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
         slots=asyncio.Semaphore(settings.max_in_flight),
         max_samples=settings.max_request_samples,
         stale_after_s=60.0,
+        turns=Turns(),
     )
     queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
     handler = RemoteWritePartition(OpenSeries(Translator([PROFILES["otel"]])), shared, queue)

@@ -261,7 +261,7 @@ class Collector:
     def __init__(self, collected: list[bytes]) -> None:
         self._collected = collected
 
-    def recall(self, records: Sequence[Record]) -> None:
+    def recall(self, record: Record) -> None:
         """Nothing to know."""
 
     async def deliver(self, records: Sequence[Record], _: asyncio.Event) -> AsyncGenerator[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from unittest.mock import AsyncMock
 
 import pytest
 from aiokafka.errors import UnknownError
@@ -30,8 +31,8 @@ class FakeHandler:
         self._counted = counted
         self._before = before
 
-    def recall(self, records: Sequence[Record]) -> None:
-        self.recalled += [record.offset for record in records]
+    def recall(self, record: Record) -> None:
+        self.recalled.append(record.offset)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         for start in range(0, len(records), 2):
@@ -119,18 +120,9 @@ async def test_a_group_whose_offset_is_past_the_end_reads_all_of_the_log_and_say
 
 async def test_heartbeats_go_on_while_a_large_batch_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(FakeGroup([ConsumedRecord(offset, b"", 1000) for offset in range(100)], group=100))
-    loop, turns_of_recalls = asyncio.get_running_loop(), list[int]()
-    turn = 0
-
-    def count_turns() -> None:
-        nonlocal turn
-        turn += 1
-        loop.call_soon(count_turns)
-
-    monkeypatch.setattr(setup.handler, "recall", lambda _: turns_of_recalls.append(turn))
-    loop.call_soon(count_turns)
+    monkeypatch.setattr(setup.consumer.turns, "next", turn := AsyncMock())
     await setup.read()
-    assert len(set(turns_of_recalls)) >= 10
+    assert (turn.await_count, len(setup.handler.recalled)) == (100, 100)
 
 
 async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:

@@ -34,7 +34,7 @@ class Handler:
         self.delivered: list[int] = []
         self._patient = patient
 
-    def recall(self, records: Sequence[Record]) -> None:
+    def recall(self, record: Record) -> None:
         """Nothing to know."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:

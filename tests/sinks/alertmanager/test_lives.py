@@ -36,7 +36,8 @@ async def _live(
     committed, batches = 0, 0
     for requests in lives:
         setup = Setup(manager, max_alerts=3)
-        setup.partition.recall(log[:committed])
+        for record in log[:committed]:
+            setup.partition.recall(record)
         killed_at = len(manager.requests) + requests if requests else math.inf
         async with setup.resending():
             while committed < len(log):

@@ -111,7 +111,8 @@ async def test_a_request_has_no_more_alerts_than_it_may() -> None:
 
 async def test_what_is_written_again_is_not_reported_as_new() -> None:
     setup = Setup(FakeAlertmanager())
-    setup.partition.recall(records(firing("a"), firing("b"), over("b")))
+    for record in records(firing("a"), firing("b"), over("b")):
+        setup.partition.recall(record)
     assert await setup.deliver(records(firing("a"), firing("b"), over("b"), first=3)) == [5, 6]
     assert setup.manager.requests == []
     assert setup.ends() == {"duplicate": 3}
@@ -120,14 +121,13 @@ async def test_what_is_written_again_is_not_reported_as_new() -> None:
 async def test_after_a_start_what_is_open_is_reported_and_what_ended_lately_and_nothing_else() -> None:
     setup = Setup(FakeAlertmanager())
     ended_alert = over("gone")
-    setup.partition.recall(
-        [
-            *records(firing("open"), firing("long ago"), over("long ago"), ago_ms=3_600_000),
-            *records(firing("over"), over("over"), ended_alert, first=3),
-            deleted(ended_alert, 6, at_ms=now_ms()),
-            alert_record(b"{nonsense", 7),
-        ]
-    )
+    for record in (
+        *records(firing("open"), firing("long ago"), over("long ago"), ago_ms=3_600_000),
+        *records(firing("over"), over("over"), ended_alert, first=3),
+        deleted(ended_alert, 6, at_ms=now_ms()),
+        alert_record(b"{nonsense", 7),
+    ):
+        setup.partition.recall(record)
     async with setup.resending():
         await setup.partition.quiet(setup.abandon)
         await eventually(lambda: len(setup.manager.heard) == 2)
@@ -160,7 +160,8 @@ async def test_an_alert_that_is_over_does_not_fire_again_when_its_beginning_is_w
 async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None:
     setup = Setup(FakeAlertmanager(), resend_s=0.02)
     stays, other = AlertmanagerPartition(*setup.shared), asyncio.Event()
-    stays.recall(records(firing("stays")))
+    for record in records(firing("stays")):
+        stays.recall(record)
     async with setup.resending():
         await setup.deliver(records(firing("leaves")))
         await stays.quiet(other)
@@ -176,7 +177,8 @@ async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None
 async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_reported() -> None:
     """Alertmanager has alerts in memory only: after a restart it has none."""
     setup = Setup(FakeAlertmanager())
-    setup.partition.recall(records(firing("a"), firing("b"), firing("c")))
+    for record in records(firing("a"), firing("b"), firing("c")):
+        setup.partition.recall(record)
     async with setup.resending():
         await setup.partition.quiet(setup.abandon)
         await eventually(lambda: setup.value("resent_total") == 3)
@@ -201,7 +203,8 @@ async def test_an_alertmanager_that_fails_now_and_then_is_not_sent_all_that_is_o
 
 async def test_no_older_state_arrives_after_a_newer_one() -> None:
     setup = Setup(FakeAlertmanager())
-    setup.partition.recall(records(firing("a")))
+    for record in records(firing("a")):
+        setup.partition.recall(record)
     async with setup.resending():
         await setup.partition.quiet(setup.abandon)
         await eventually(lambda: setup.value("resent_total") == 1)
@@ -344,7 +347,8 @@ async def test_a_tombstone_is_accepted() -> None:
 
 async def test_after_the_topic_was_created_again_nothing_of_the_old_one_is_reported() -> None:
     setup = Setup(FakeAlertmanager())
-    setup.partition.recall(records(firing("a"), firing("b")))
+    for record in records(firing("a"), firing("b")):
+        setup.partition.recall(record)
     setup.partition.reset()
     assert await setup.deliver(records(firing("a"))) == [1]
     async with setup.resending():

@@ -231,7 +231,8 @@ class Replica:
         )
         for action in world.log:
             self.hear(action, world.now_ms)
-        self.partition.recall(world.alerts)
+        for record in world.alerts:
+            self.partition.recall(record)
         self._read = len(world.alerts)
 
     def hear(self, action: Action, at_ms: int) -> None:

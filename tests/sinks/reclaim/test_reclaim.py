@@ -531,12 +531,12 @@ async def test_the_budget_is_that_of_all_replicas_and_what_is_over_it_is_done_an
         sink._read = 0
     world.alerts.clear()
     for number, sink in enumerate(sinks):
-        sink.partition.recall([])
         for name in ("web", "api"):
             firing = world.deployment(f"{name}-{number}")
             world.alerts.clear()
             world.write(firing)
-            sink.partition.recall(world.alerts)
+            for record in world.alerts:
+                sink.partition.recall(record)
     await asyncio.gather(*(sink.partition.quiet(sink.abandon) for sink in sinks))
     assert len(world.api.changes) == 2
     assert sum(action.reason == "budget" for action in world.log) == 4

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from delivery.dead_letters import DeadLetters
 from delivery.instruments import Instruments
+from delivery.tasks import Turns
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import Protocol
@@ -47,6 +48,7 @@ class SharedSetup:
             slots=asyncio.Semaphore(2),
             max_samples=max_samples,
             stale_after_s=stale_after_s,
+            turns=Turns(),
         )
 
     def count(self, name: str, **labels: str) -> int:

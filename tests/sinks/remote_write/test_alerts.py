@@ -202,7 +202,7 @@ async def test_an_open_alert_that_an_earlier_life_wrote_goes_on_at_the_same_time
     await first.deliver(0, alert_record(alert()))
     await first.quiet(61_000)
     second = Setup(first.receiver)
-    second.handler.recall([alert_record(alert())])
+    second.handler.recall(alert_record(alert()))
     for now_ms in (62_000, 119_000, 120_000):
         await second.quiet(now_ms)
     assert second.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0)]
@@ -214,7 +214,7 @@ async def test_the_end_of_what_an_earlier_life_wrote_comes_after_all_that_it_can
     await first.deliver(0, alert_record(alert()))
     await first.quiet(121_000)
     second = Setup(first.receiver)
-    second.handler.recall([alert_record(alert())])
+    second.handler.recall(alert_record(alert()))
     await second.deliver(900_000, alert_record(ended_alert(61_000), at_ms=START_MS + 122_000))
     assert second.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END)]
     assert second.ends() == {"delivered": 1}
@@ -228,7 +228,8 @@ async def test_the_end_comes_after_an_update_that_an_earlier_life_wrote(logged_m
     await first.quiet(read_ms)
     await first.deliver(read_ms, log[1])
     second = Setup(first.receiver)
-    second.handler.recall(log)
+    for record in log:
+        second.handler.recall(record)
     await second.quiet(read_ms + 500)
     over = msgspec.structs.replace(of_gpus(8, 1), state="resolved", ends_at=ended_alert(50_000).ends_at)
     await second.deliver(read_ms + 1000, alert_record(over, 2, at_ms=START_MS + read_ms))
@@ -238,7 +239,8 @@ async def test_the_end_comes_after_an_update_that_an_earlier_life_wrote(logged_m
 
 async def test_what_was_over_before_is_neither_written_nor_repeated() -> None:
     setup = Setup()
-    setup.handler.recall([alert_record(alert()), alert_record(ended_alert(1_000)), alert_record(b"{", key=b"x")])
+    for record in (alert_record(alert()), alert_record(ended_alert(1_000)), alert_record(b"{", key=b"x")):
+        setup.handler.recall(record)
     await setup.quiet(600_000)
     assert setup.receiver.stored == {}
 
@@ -357,7 +359,8 @@ def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_end
                 last[pod] = alert(pod, round(start.starts_at.timestamp() * 1000), START_MS + max(0, now_ms - 30_000))
             elif event == "crash":
                 setup = Setup(receiver, kind.protocol, max_samples)
-                setup.handler.recall(log[:-1])
+                for record in log[:-1]:
+                    setup.handler.recall(record)
                 await setup.deliver(now_ms, *log[-1:])
             else:
                 pass

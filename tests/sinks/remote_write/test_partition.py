@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -137,7 +138,8 @@ async def test_a_replay_is_dropped_as_a_duplicate_even_within_a_batch() -> None:
 
 async def test_what_was_recalled_is_not_sent_again() -> None:
     setup = Setup()
-    setup.handler.recall([record(sample(1, device(pod="a"))), record(b"nonsense", offset=2)])
+    setup.handler.recall(record(sample(1, device(pod="a"))))
+    setup.handler.recall(record(b"nonsense", offset=2))
     await setup.deliver(record(sample(1, device(pod="a")), offset=3), record(sample(2, device(pod="b")), offset=4))
     assert setup.ends() == {"delivered": 1, "duplicate": 1}
     assert setup.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
@@ -167,7 +169,8 @@ async def test_a_malformed_record_is_dead_lettered_before_its_offset_is_passed(b
 
 async def test_what_an_earlier_life_dead_lettered_is_skipped_when_it_is_recalled() -> None:
     setup = Setup()
-    setup.handler.recall([record(b"{", offset=1), record(b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", offset=2)])
+    setup.handler.recall(record(b"{", offset=1))
+    setup.handler.recall(record(b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", offset=2))
     await setup.deliver(record(sample(3), offset=3))
     assert setup.ends() == {"delivered": 1}
 
@@ -324,7 +327,8 @@ async def test_a_partition_that_comes_back_to_another_handler_has_the_series_of_
 
     setup.abandon = asyncio.Event()
     setup.handler = setup.partition()
-    setup.handler.recall(ticks[:2])
+    for read in ticks[:2]:
+        setup.handler.recall(read)
     await setup.deliver(*ticks[2:])
     assert [len(points) for points in setup.receiver.stored.values()] == [4] * PER_DEVICE
     assert setup.count("samples_withheld_total") == 0
@@ -461,20 +465,14 @@ async def test_what_is_in_a_window_that_is_not_over_is_not_finished() -> None:
 
 
 @pytest.mark.parametrize("resolution", [None, WINDOWS])
-async def test_other_work_goes_on_while_a_large_batch_is_taken_in(resolution: Resolution | None) -> None:
-    setup, turns = Setup(resolution=resolution), 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    working = asyncio.ensure_future(others())
+async def test_other_work_goes_on_while_a_large_batch_is_taken_in(
+    resolution: Resolution | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(resolution=resolution)
+    monkeypatch.setattr(setup.shared.turns, "next", turn := AsyncMock())
     async for _ in setup.handler.deliver(seconds(*range(1, 251)), setup.abandon):
         pass
-    working.cancel()
-    assert turns >= 24
+    assert turn.await_count == 250
 
 
 async def test_a_window_has_the_aggregates_of_all_its_ticks() -> None:
@@ -531,7 +529,8 @@ async def test_a_successor_writes_the_same_window_again_and_none_is_lost() -> No
         setup = in_windows()
         committed = await setup.deliver_some(*seconds(*range(1, crash + 1))) or 1
         setup.handler = setup.partition()
-        setup.handler.recall(seconds(*range(1, committed)))
+        for read in seconds(*range(1, committed)):
+            setup.handler.recall(read)
         await setup.deliver_some(*seconds(*range(committed, 40)))
         assert setup.receiver.stored == uninterrupted.receiver.stored
 
@@ -600,7 +599,8 @@ def test_whatever_the_batches_and_the_restart_the_receiver_has_the_same(
                 break
             position = await setup.deliver_some(*batch) or position
         setup.handler = setup.partition()
-        setup.handler.recall(ticks[: position - 1])
+        for read in ticks[: position - 1]:
+            setup.handler.recall(read)
         await setup.deliver_some(*ticks[position - 1 :])
         assert setup.receiver.stored == uninterrupted.receiver.stored
 

@@ -226,7 +226,7 @@ async def test_a_partition_that_comes_back_to_another_handler_has_its_series_whi
 
     setup.abandon.set()
     setup.abandon, setup.handler = asyncio.Event(), setup.partition()
-    setup.handler.recall([first])
+    setup.handler.recall(first)
     await given_to(setup.handler, setup, second)
     receiver.hold = set()
     await setup.deliver(third)

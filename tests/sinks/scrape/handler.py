@@ -83,5 +83,5 @@ class Bench:
 def groups_of(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
     """The sample groups of a tick in these names, with their labels or others."""
     bench = Bench(names=names or ("otel",), label_set=label_set)
-    bench.handler.recall([ConsumedRecord(0, encoded(tick))])
+    bench.handler.recall(ConsumedRecord(0, encoded(tick)))
     return list(bench.handler.series())

@@ -70,7 +70,8 @@ async def test_what_is_read_back_shows_the_window_that_was_shown_and_goes_on_in_
     await uninterrupted.deliver(*ticks)
     for start in range(20, 39):
         bench = Bench(resolution=uninterrupted.resolution)
-        bench.handler.recall(ticks[:start])
+        for record in ticks[:start]:
+            bench.handler.recall(record)
         await bench.deliver(*ticks[start:])
         assert bench.exposition() == uninterrupted.exposition()
 
@@ -222,7 +223,7 @@ async def test_a_tick_that_is_read_late_is_shown_for_what_is_left_of_its_time() 
     assert bench.exposition() == ""
     assert bench.outcomes == [("n-0", 2, "delivered")]
 
-    bench.handler.recall([_tick(2, _device("a", 0.1))._replace(timestamp=11_000)])
+    bench.handler.recall(_tick(2, _device("a", 0.1))._replace(timestamp=11_000))
     bench.now_s = 9.0
     assert "n-0" in bench.exposition()
     bench.now_s = 10.0
@@ -231,7 +232,7 @@ async def test_a_tick_that_is_read_late_is_shown_for_what_is_left_of_its_time() 
 
 async def test_what_comes_after_the_log_was_read_to_its_end_is_shown_although_this_hosts_clock_is_ahead() -> None:
     bench = Bench(wall_s=3600.0)
-    bench.handler.recall([_tick(0, _device("a", 0.1))])
+    bench.handler.recall(_tick(0, _device("a", 0.1)))
     assert bench.exposition() == "", "it may be as old as the clock says"
 
     await bench.handler.quiet(bench.abandon)
@@ -263,7 +264,8 @@ async def test_a_partition_that_was_taken_away_is_not_shown_until_it_is_ours_aga
 async def test_what_an_earlier_life_showed_is_shown_again() -> None:
     bench = Bench()
     recalled: Any = [_tick(0, _device("a", 0.1)), ConsumedRecord(0, b"{"), ConsumedRecord(0, None)]
-    bench.handler.recall(recalled)
+    for record in recalled:
+        bench.handler.recall(record)
 
     assert "n-0" in bench.exposition()
     assert bench.outcomes == []

@@ -109,7 +109,8 @@ async def test_each_transition_is_posted_as_its_record_is_and_signed(tmp_path: P
 
 async def test_what_was_posted_before_is_not_posted_when_it_is_written_again() -> None:
     setup = Setup(Scripted())
-    setup.partition.recall(records(alert("a"), alert("b"), alert("b", ends_ms=OVER_MS)))
+    for record in records(alert("a"), alert("b"), alert("b", ends_ms=OVER_MS)):
+        setup.partition.recall(record)
     replayed = records(alert("a"), alert("b", ends_ms=OVER_MS), alert("b"), alert("a"), first=3)
     assert (await setup.deliver(replayed))[-1] == 7
     assert setup.scripted.requests == []
@@ -118,7 +119,7 @@ async def test_what_was_posted_before_is_not_posted_when_it_is_written_again() -
 
 async def test_what_was_recalled_undecodable_has_its_dead_letter_already() -> None:
     setup = Setup(Scripted())
-    setup.partition.recall([alert_record(b"{", 0)])
+    setup.partition.recall(alert_record(b"{", 0))
     await setup.deliver(records(alert(), first=1))
     assert setup.ends() == {"delivered": 1}
     assert setup.sender.sent == []
@@ -270,7 +271,7 @@ async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> Non
 
 async def test_after_the_topic_was_created_again_everything_is_news() -> None:
     setup = Setup(Scripted())
-    setup.partition.recall(records(alert()))
+    setup.partition.recall(records(alert())[0])
     setup.partition.reset()
     await setup.deliver(records(alert()))
     assert setup.ends() == {"delivered": 1}
@@ -300,7 +301,8 @@ async def _live(scripted: Scripted, log: list[ConsumedRecord], lives: list[int],
     committed = 0
     for requests in lives:
         setup = Setup(scripted, at_once=3)
-        setup.partition.recall([record for record in log if record.offset < committed])
+        for record in log[:committed]:
+            setup.partition.recall(record)
         killed_at = len(scripted.requests) + requests if requests else math.inf
         while committed < len(log):
             batch = log[committed : committed + chance.randint(1, 8)]
