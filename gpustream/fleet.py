@@ -19,10 +19,11 @@ from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice, TickHolder, TickParts
 from topics.attributed import by_pod
 from topics.idleness import IDLE_BELOW, Activity, activity_of, work_of
-from topics.samples import Process
+from topics.samples import Process, silent_after_s
 
 SILENT_S = 15.0
-"""A node that has sent no tick for this long is silent: its values are old, and are marked as old."""
+"""A node that has sent no tick for this long, and for three of its intervals, is silent: its values are old, and are
+marked as old."""
 
 FORGOTTEN_S = 600.0
 """A node that has sent no tick for this long is left out."""
@@ -79,8 +80,9 @@ class RecentMeans:
         self._slot_ms, self._slot, self._counts = slot_ms, -1, array("I", [0]) * len(METRICS)
         self._rings = tuple(array("f", [math.nan]) * slots for _ in METRICS)
 
-    def add(self, ts_ms: int, values: tuple[float | None, ...]) -> None:
-        """Adds the values of :data:`METRICS` at a time. Values older than the last slot are left out."""
+    def add(self, ts_ms: int, values: tuple[float | None, ...], interval_ms: int | None = None) -> None:
+        """Adds the values of :data:`METRICS` at a time. Values older than the last slot are left out. Those of a node
+        that is read less often than once a slot also stand for the time since its last tick."""
         slot = ts_ms // self._slot_ms
         slots = len(self._rings[0])
         if self._slot - slot >= slots:  # the node's clock was set back: what is here is of a time that is to come
@@ -88,9 +90,11 @@ class RecentMeans:
         if slot < self._slot:
             return
         if slot > self._slot:
-            for ring in self._rings:
-                for missed in range(max(self._slot + 1, slot - slots + 1), slot + 1):
-                    ring[missed % slots] = math.nan
+            is_gap = self._slot < 0 or (slot - self._slot) * self._slot_ms > silent_after_s(interval_ms, 0) * 1000
+            for ring, value in zip(self._rings, values, strict=True):
+                for missed in range(max(self._slot + 1, slot - slots + 1), slot):
+                    ring[missed % slots] = math.nan if is_gap or value is None else value
+                ring[slot % slots] = math.nan
             self._slot, self._counts = slot, array("I", [0]) * len(METRICS)
         index = slot % slots
         for number, (ring, value) in enumerate(zip(self._rings, values, strict=True)):
@@ -213,18 +217,21 @@ class Device:
         if self.xid is not None and tick.ts_ms - self.xid_ms > XID_SHOWN_S * 1000:
             self.xid = None
         self.history.add(
-            tick.ts_ms, (metrics.used_ratio, self.memory_used_bytes, self.power_watts, self.temperature_celsius)
+            tick.ts_ms,
+            (metrics.used_ratio, self.memory_used_bytes, self.power_watts, self.temperature_celsius),
+            tick.interval_ms,
         )
 
 
 class Node:
     """A node and its devices, in the order of its last tick. ``gpus`` are the physical ones."""
 
-    __slots__ = ("at_s", "cluster", "devices", "last", "name", "zone")
+    __slots__ = ("at_s", "cluster", "devices", "interval_ms", "last", "name", "zone")
 
     def __init__(self, cluster: str, name: str) -> None:
         self.cluster, self.name, self.zone = cluster, name, ""
         self.at_s = 0.0
+        self.interval_ms: int | None = None
         self.last: LastTick | None = None
         self.devices: dict[str, Device] = {}
 
@@ -295,7 +302,7 @@ class Fleet:
             node = self.nodes[tick.cluster, tick.node] = Node(tick.cluster, tick.node)
         if replays.verdict(node.last, tick) == "replay":
             return False
-        node.at_s, node.last = at_s, replays.after(node.last, tick)
+        node.at_s, node.interval_ms, node.last = at_s, tick.interval_ms, replays.after(node.last, tick)
         node.zone = tick.node_labels.get("topology.kubernetes.io/zone", "")
         unwell = {entry.uuid for entry in tick.unwell}
         previous, node.devices = node.devices, {}
@@ -322,9 +329,10 @@ class Fleet:
         while self._arrivals and now_s - self._arrivals[0][0] > _RATE_S:
             self._arrivals.popleft()
         for key, node in list(self.nodes.items()):
-            if now_s - node.at_s > FORGOTTEN_S:
+            silent_s = silent_after_s(node.interval_ms, SILENT_S)
+            if now_s - node.at_s > max(FORGOTTEN_S, silent_s):
                 del self.nodes[key]
-            elif now_s - node.at_s > SILENT_S:
+            elif now_s - node.at_s > silent_s:
                 for device in node.devices.values():
                     device.silent = True
 

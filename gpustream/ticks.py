@@ -85,6 +85,7 @@ class Tick(msgspec.Struct, frozen=True):
     ts_ms: int
     offset: int
     attribution: str
+    interval_ms: int | None = None
     node_labels: dict[str, str] = {}
     devices: tuple[TickDevice, ...] = ()
     unwell: tuple[Unwell, ...] = ()

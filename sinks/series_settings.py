@@ -157,7 +157,12 @@ class SeriesSettings(SinkSettings, NamingSettings):
         ),
     ] = MAX_LABELS
     stale_after_s: Annotated[
-        float, Option("--stale-after", DURATION, "The series of a node end when it has been silent for this long.")
+        float,
+        Option(
+            "--stale-after",
+            DURATION,
+            "The series of a node end when it has been silent for this long, and for three of its intervals.",
+        ),
     ] = 60.0
     resolution_s: Annotated[
         float | None,

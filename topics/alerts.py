@@ -125,6 +125,7 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: Annotated[UInt, about("The offset of the tick in gpu.attributed.", "none")]
     last_ts_ms: Annotated[UInt, about("The time of the tick, by the node's clock.", "ms since the epoch")]
     logged_ms: Annotated[UInt, about("The time of the tick, by the broker's clock.", "ms since the epoch")]
+    interval_ms: Annotated[UInt | None, about("How far apart the node's ticks are meant to be.", "ms")] = None
     silent: Annotated[bool, about("Whether no tick came after it for a while.")] = False
     maintenance: Annotated[
         str | None, about("What the node's annotation or taint says, if the node is in maintenance.")

@@ -209,6 +209,7 @@ class AttributedTick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     run_id: UInt
     seq: UInt
     ts_ms: UInt
+    interval_ms: UInt | None = None
     offset: UInt
     attribution: Attribution
 

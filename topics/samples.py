@@ -140,6 +140,18 @@ class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     devices: Annotated[tuple[Device, ...], about("Every GPU and MIG device of the node.")] = ()
 
 
+MISSED_INTERVALS = 3
+LONGEST_INTERVAL_MS = 3_600_000
+
+
+def silent_after_s(interval_ms: int | None, at_least_s: float) -> float:
+    """After how long without a tick a node is silent: three of its intervals, but not less than this.
+
+    ``interval_ms`` is that of its last tick; more than an hour counts as an hour.
+    """
+    return max(at_least_s, MISSED_INTERVALS * min(interval_ms or 0, LONGEST_INTERVAL_MS) / 1000)
+
+
 TOPIC = Topic(
     name="gpu.samples",
     key="cluster/node",

@@ -2,8 +2,9 @@
 
 In:       ticks, each with its age when it was read; times in seconds on a clock that never steps back.
 Out:      the pods that hold a device, with their values; a metric of one pod, or of several together.
-State:    each node's identity and the holdings of its namespaces, until its tick is :data:`STALE_S` old. A pod that is
-          missing from its node's next tick is removed then, or an autoscaler would still count it.
+State:    each node's identity and the holdings of its namespaces, until its tick is :data:`STALE_S` and three of the
+          node's intervals old. A pod that is missing from its node's next tick is removed then, or an autoscaler would
+          still count it.
 
 A pod that alone holds a GPU or a MIG device has all its metrics. Pods that share a device each have their parts of its
 utilization, memory and power, and none of its other metrics. NVML has no utilization of a MIG device: the share of time
@@ -20,7 +21,7 @@ from delivery import replays
 from delivery.replays import LastTick, Verdict
 from topics.attributed import Parts, Workload, by_pod
 from topics.catalogue import CATALOGUE
-from topics.samples import Mig
+from topics.samples import Mig, silent_after_s
 from topics.topic import Name, Number, UInt, Version, decoder
 
 STALE_S = 30.0
@@ -97,6 +98,7 @@ class HoldingsTick(msgspec.Struct, frozen=True):
     seq: UInt
     ts_ms: UInt
     offset: UInt
+    interval_ms: UInt | None = None
     devices: tuple[TickDevice, ...] = ()
 
 
@@ -193,7 +195,7 @@ class Holdings:
         verdict = replays.verdict(last, tick)
         if verdict != "replay":
             self._remove(tick.node)
-            expires_s = now_s + STALE_S - max(0.0, age_s)
+            expires_s = now_s + silent_after_s(tick.interval_ms, STALE_S) - max(0.0, age_s)
             node = _NodeHoldings(replays.after(last, tick), expires_s, holdings_by_namespace(tick))
             self._nodes[tick.node] = node
             for namespace in node.namespaces:

@@ -3,7 +3,8 @@
 In:       ticks, alerts and hours of usage; times of arrival in seconds on a clock that never steps back.
 Out:      what :mod:`sinks.page.frames` writes for browsers.
 State:    each node's last tick; for an hour, each device's holders, and a reading every 15 s; the open alerts; the
-          usage of the last day by team. A node without a tick for 30 s is silent, and is forgotten after an hour.
+          usage of the last day by team. A node without a tick for 30 s and for three of its intervals is silent, and is
+          forgotten after an hour.
 """
 
 import math
@@ -20,6 +21,7 @@ from delivery.replays import LastTick, Verdict
 from topics.alerts import Alert
 from topics.attributed import AttributedDevice, AttributedSample, by_pod
 from topics.idleness import device_activity
+from topics.samples import silent_after_s
 from topics.times import epoch_ms
 from topics.topic import Number
 from topics.usage import HOUR_MS, Usage
@@ -99,8 +101,9 @@ class ShownDevice:
         """What a frame says of the device itself, and seldom changes."""
         return self.last.index, self.last.model, self.last.mig
 
-    def update(self, device: AttributedDevice, ts_ms: int) -> None:
-        """Update all but the holders from a tick. The first tick of each 15 s is kept as a reading."""
+    def update(self, device: AttributedDevice, ts_ms: int, interval_ms: int | None) -> None:
+        """Update all but the holders from a tick. The first tick of each 15 s is kept as a reading; that of a node that
+        is read less often also stands for the time since its last tick."""
         activity = device_activity(device)
         if activity == "busy":
             self.worked_ms = ts_ms
@@ -115,8 +118,10 @@ class ShownDevice:
             self.spans.clear()
         if step <= self.step:
             return
+        is_gap = (step - self.step) * STEP_MS > silent_after_s(interval_ms, STEP_MS / 1000) * 1000
+        sign, metrics = (b" ", {}) if is_gap else (self.sign, self.last.metrics)
         for missing in range(max(self.step + 1, step - STEPS + 1), step) if self.step else ():
-            self._set_reading(missing % STEPS, b" ", {})
+            self._set_reading(missing % STEPS, sign, metrics)
         self._set_reading(step % STEPS, self.sign, self.last.metrics)
         self.step = step
 
@@ -233,7 +238,7 @@ class Fleet:
             elif shown.holders != holders or shown.described != (device.index, device.model, device.mig):
                 shown.set_holders(holders, tick.ts_ms)
                 reshaped = True
-            shown.update(device, tick.ts_ms)
+            shown.update(device, tick.ts_ms, tick.interval_ms)
             devices[device.uuid] = shown
         reshaped |= list(before) != list(devices)
         shaped = self.version if reshaped or node is None else node.shaped
@@ -255,10 +260,11 @@ class Fleet:
     def expire(self, now_s: float) -> None:
         """Mark silent nodes, and forget those that have been silent for an hour."""
         for key, node in list(self.nodes.items()):
-            if now_s - node.read_s > FORGET_S:
+            silent_s = silent_after_s(node.tick.interval_ms, SILENT_S)
+            if now_s - node.read_s > max(FORGET_S, silent_s):
                 del self.nodes[key]
                 self.forgotten += 1
-            elif now_s - node.read_s > SILENT_S and not node.silent:
+            elif now_s - node.read_s > silent_s and not node.silent:
                 self.version += 1
                 node.silent, node.version = True, self.version
 

@@ -18,6 +18,7 @@ from sinks.series.relabel import Withheld
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import NodeWindow, Resolution
+from topics.samples import silent_after_s
 
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600
@@ -37,14 +38,16 @@ class Size(NamedTuple):
 class _Node:
     """The state of a node.
 
-    ``last`` identifies its last tick, which was settled at ``settled_s``. ``ts_ms`` and ``open``: the time and the
-    series of the last tick that was accepted. ``proven``: this process has sent that tick, and all of it was accepted.
+    ``last`` identifies its last tick, which was settled at ``settled_s`` and had this ``interval_ms``. ``ts_ms`` and
+    ``open``: the time and the series of the last tick that was accepted. ``proven``: this process has sent that tick,
+    and all of it was accepted.
     ``refused``: nothing of its last tick was accepted.
     ``size``: that of a tick with just these series and no ends, None if it is not computed yet.
     """
 
     last: LastTick
     settled_s: float
+    interval_ms: int | None = None
     ts_ms: int | None = None
     open: tuple[SeriesSet, ...] = ()
     proven: bool = False
@@ -191,7 +194,7 @@ class OpenSeries:
         if node is None:
             cache = self._unsettled.pop(tick.node, None) or Cache()
             node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, cache=cache)
-        node.last, node.settled_s = replays.after(node.last, sample), now_s
+        node.last, node.settled_s, node.interval_ms = replays.after(node.last, sample), now_s, sample.interval_ms
         node.proven, node.refused = whole, not accepted
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.open
@@ -204,14 +207,16 @@ class OpenSeries:
             self.settle(self.tick(sample), now_s, accepted=True)
 
     def silences(self, now_s: float, stale_after_s: float, except_for: Collection[NodeKey] = ()) -> list[Silence]:
-        """The ends of the nodes that have been silent for that long. Their series are open until :meth:`ended`."""
+        """The ends of the nodes that have been silent for that long, and for three of their intervals. Their series are
+        open until :meth:`ended`."""
         forgotten = [key for key, node in self._nodes.items() if now_s - node.settled_s > _FORGET_AFTER_S]
         for key in forgotten:
             if key not in except_for:
                 del self._nodes[key]
         silences = []
         for key, node in self._nodes.items():
-            is_silent = now_s - node.settled_s >= stale_after_s and key not in except_for
+            is_due = now_s - node.settled_s >= silent_after_s(node.interval_ms, stale_after_s)
+            is_silent = is_due and key not in except_for
             if is_silent and node.open and node.ts_ms is not None:
                 ts_ms = min(node.ts_ms + 1, _MAX_MS)
                 ends = [SampleGroup(series, ts_ms, [STALE] * len(series.rows)) for series in node.open]

@@ -127,7 +127,7 @@ class RemoteWritePartition:
         """Close the windows of silent nodes, and end the series of those that have nothing unfinished."""
         self._progress.at_end |= not self._enqueued
         now_s, after_s = time.monotonic(), self._shared.stale_after_s
-        for key in [key for key, read in self._open.items() if now_s - read.read_s >= after_s]:
+        for key in [key for key, read in self._open.items() if now_s - read.read_s >= read.silent_after_s(after_s)]:
             self._close(key)
         self._queue.pump()
         # a node with an open window, or with records that wait or are in flight, is not silent
@@ -185,10 +185,13 @@ class RemoteWritePartition:
         self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
         self._logged_ms, read.log_s = record.timestamp, self._log_s
         self._fold(read, abandon)
-        while self._open:  # a window that stays open in a backlog would keep all that is read after it unfinished
-            key, oldest = next(iter(self._open.items()))
-            if self._log_s - oldest.log_s <= self._shared.stale_after_s:
+        after_s, due = self._shared.stale_after_s, list[bytes | None]()
+        for key, oldest in self._open.items():
+            if self._log_s - oldest.log_s <= after_s:
                 break
+            if self._log_s - oldest.log_s > oldest.silent_after_s(after_s):
+                due.append(key)
+        for key in due:  # a window that stays open in a backlog would keep all that is read after it unfinished
             self._close(key)
 
     def _enqueue(self, read: ReadRecord, abandon: asyncio.Event) -> None:

@@ -33,6 +33,7 @@ from sinks.remote_write.refusals import Delivered, Deliverer
 from sinks.series.tick import SeriesTick, decode
 from sinks.series.windows import NodeWindow
 from topics.attributed import TOPIC
+from topics.samples import silent_after_s
 
 MAX_BYTES = 4 << 20
 """The approximate size of a request before compression, unless it has only one tick."""
@@ -75,6 +76,10 @@ class ReadRecord:
     read_s: float = 0.0
     log_s: float = 0.0
     earlier: list[tuple[Slot, SeriesTick]] = field(default_factory=list)
+
+    def silent_after_s(self, at_least_s: float) -> float:
+        """After how long without another tick its node is silent."""
+        return silent_after_s(self.sample.interval_ms if self.sample else None, at_least_s)
 
 
 class Sent(NamedTuple):

@@ -39,6 +39,7 @@ from sinks.series.tick import SeriesTick, decode
 from sinks.series.translation import Translator
 from sinks.series.windows import NodeWindow, Resolution
 from topics.attributed import TOPIC
+from topics.samples import silent_after_s
 
 COMPONENT = "scrape"
 VALUES = "gpustream_scrape_values_delivered_total"
@@ -186,8 +187,12 @@ class ScrapePartition:
         self._nodes.clear()
 
     def _forget_silent_nodes(self) -> None:
-        oldest_s = self._shared.now_s() - self._shared.stale_after_s
-        self._nodes = {key: node for key, node in self._nodes.items() if node.came_s > oldest_s}
+        now_s, after_s = self._shared.now_s(), self._shared.stale_after_s
+        self._nodes = {
+            key: node
+            for key, node in self._nodes.items()
+            if now_s - node.came_s < silent_after_s(node.newest.interval_ms, after_s)
+        }
 
     def _apply(self, sample: SeriesTick, logged_ms: int) -> Outcome:
         """Show a tick in place of the node's last one, or put it into the node's window and show what that closes.

@@ -189,6 +189,7 @@ class TickDecoder:
             run_id=tick.run_id,
             seq=tick.seq,
             ts_ms=tick.ts_ms,
+            interval_ms=tick.interval_ms,
             offset=tick.offset,
             attribution=tick.attribution,
             node_labels=tick.node_labels,

@@ -58,7 +58,8 @@ INSTRUMENTS = (
     Instrument("gpustream_alerts_policies", "gauge", "Pods with a policy of their own about alerts, by namespace and"
                " annotation, as of the last tick of each node.", ("k8s_namespace_name", "policy")),
     Instrument("gpustream_alerts_maintained_nodes", "gauge", "Nodes in maintenance, of which nobody is alerted."),
-    Instrument("gpustream_alerts_silent_nodes", "gauge", "Nodes without a tick for half a minute or more."),
+    Instrument("gpustream_alerts_silent_nodes", "gauge", "Nodes without a tick for three of their intervals, but at"
+               " least half a minute and at most five minutes."),
     Instrument("gpustream_alerts_delay_seconds", "histogram", "From when a tick was logged until its alert was"
                " acknowledged.", buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)),
     *instruments(

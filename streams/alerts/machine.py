@@ -49,10 +49,11 @@ from streams.alerts.text.describe import api_status, describe, describe_silence
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
 from topics.alerts import Alert, Tracked, fingerprint
+from topics.samples import silent_after_s
 from topics.times import MAX_TIME_MS, epoch_ms
 from topics.workloads import MAINTENANCE
 
-MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending condition starts again
+MAX_GAP_S = 60.0  # after longer without evidence the ``for`` of a pending condition starts again
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
 REPORT_MS = 3_600_000  # how often a part of a group is reported again, to update the group's figures
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node counts as removed
@@ -107,6 +108,7 @@ def after_tick(state: NodeAlerts, tick: Tick, log_position: LogPosition, memory:
         position=log_position.position,
         last_ts_ms=tick.ts_ms,
         logged_ms=log_position.logged_ms,
+        interval_ms=tick.interval_ms,
         silent=False,
         maintenance=tick.node_labels.get(MAINTENANCE),
         memory=memory,
@@ -183,7 +185,8 @@ def _pending(condition: Tracked, finding: Finding | None, context: _Context) -> 
     now_ms, before_ms, holds = context.tick.ts_ms, context.state.last_ts_ms, _holds(condition, finding, context)
     blind_ms = before_ms if condition.blind_ms is None else condition.blind_ms
     in_doubt = holds is None or condition.blind_ms is not None
-    restarts = not 0 <= now_ms - before_ms <= MAX_GAP_MS or (in_doubt and now_ms - blind_ms > MAX_GAP_MS)
+    gap_ms = silent_after_s(context.tick.interval_ms, MAX_GAP_S) * 1000
+    restarts = not 0 <= now_ms - before_ms <= gap_ms or (in_doubt and now_ms - blind_ms > gap_ms)
     if holds is None and not restarts:
         return (condition if condition.blind_ms is not None else _replace(condition, blind_ms=blind_ms)), None
     if finding is None or not holds:
@@ -339,16 +342,18 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
 
 
 def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
-    """The state in which the rules about silent nodes fire, if the silence has lasted for their ``for``.
-    Every worker makes the same state. Write it before what :func:`announce` makes of it."""
+    """The state in which the rules about silent nodes fire, if the silence has lasted for their ``for``, and for three
+    of the node's intervals. Every worker makes the same state. Write it before what :func:`announce` makes of it."""
     if is_retired(state) or state.maintenance is not None:
         return state
     for rule in rules.of("node_silent"):
         tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
-        if lasted_ms >= rule.for_ms and all(identity(condition) != identity(tracked) for condition in state.tracked):
-            starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
+        for_s = silent_after_s(state.interval_ms, rule.for_ms / 1000)
+        is_new = all(identity(condition) != identity(tracked) for condition in state.tracked)
+        if is_new and lasted_ms >= for_s * 1000:
+            starts_ms = min(state.last_ts_ms + round(for_s * 1000), MAX_TIME_MS)
             described = describe_silence(rule, state, state.memory, rules.wording)
-            alert = firing_alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, described)
+            alert = firing_alert(rule, tracked, state, starts_ms, for_s, described)
             state = _replace(mark_silent(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
     return state
 

@@ -304,7 +304,7 @@ def identity(tracked: Tracked) -> Identity:
 def is_saved(saved: NodeAlerts, current: NodeAlerts) -> bool:
     """Whether a replay from the saved state gives the current one, so that nothing has to be written.
     A condition that became pending a moment ago is not saved yet. Counters that rise all the time are at intervals."""
-    if saved.maintenance != current.maintenance:
+    if (saved.maintenance, saved.interval_ms) != (current.maintenance, current.interval_ms):
         return False
     if saved.silent != current.silent or saved.generation != current.generation:
         return False

@@ -26,6 +26,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.caught_up import PartitionState
 from topics.alerts import Alert, AlertGroup
+from topics.samples import silent_after_s
 from topics.topic import UNDECODABLE
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
@@ -33,7 +34,9 @@ Outcome = Literal["judged", "new_log", "replayed", "resumed"]
 with it. ``replayed``: it was judged before. ``resumed``: it is the first after a state that was read, and another
 worker has judged it."""
 
-QUIET_S = 30.0  # after so long without a tick a node's state is written, and its last tick does not hold back commits
+QUIET_S, LONGEST_QUIET_S = 30.0, 300.0
+"""After three of its intervals without a tick, but not less and not more than this, a node is quiet: its state is
+written, and its last tick does not hold back commits."""
 
 NO_SAMPLES_S = 600.0
 """After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed.
@@ -75,6 +78,11 @@ class Node:
         self.open_slots: deque[Slot] = deque()
         self._finished_slots: list[Slot] = []
         self._unwritten: list[Write] = []
+
+    def quiet_s(self) -> float:
+        """After how long without a tick the node is quiet."""
+        interval_ms = None if self.current is None else self.current.interval_ms
+        return min(silent_after_s(interval_ms, QUIET_S), LONGEST_QUIET_S)
 
     # -- reading
 
@@ -221,23 +229,20 @@ class PartitionNodes(PartitionState):
             del self._removed_ms[oldest[0]]
 
     def judge_quiet(self) -> list[Node]:
-        """Mark the active nodes without a tick for ``QUIET_S`` as quiet, and return them.
+        """Mark the active nodes without a tick for their ``quiet_s`` as quiet, and return them.
 
         For that long the log has continued without the node, or the partition has been read to its end. Only the latter
         counts for a node of which no tick was read yet: its last ticks may still have to be read again.
         """
         quiet: list[Node] = []
         for node in self.active.values():
-            current = node.current
-            log_passed = (
-                current is not None
-                and not node.awaits_first_tick
-                and self.logged_ms - current.logged_ms >= QUIET_S * 1000
-            )
-            if log_passed or self.caught_up.lasted_s(node.read_s) >= QUIET_S:
+            lasted_s = self.caught_up.lasted_s(node.read_s)
+            if node.current is not None and not node.awaits_first_tick:
+                lasted_s = max(lasted_s, (self.logged_ms - node.current.logged_ms) / 1000)
+            if lasted_s >= QUIET_S and lasted_s >= node.quiet_s():
                 quiet.append(node)
-            elif not node.awaits_first_tick:
-                break
+            elif lasted_s < QUIET_S and not node.awaits_first_tick:
+                break  # those after it have sent ticks since
         for node in quiet:
             del self.active[node.key]
             if node.current is not None:
@@ -252,7 +257,7 @@ class PartitionNodes(PartitionState):
         silent_nodes = [
             node
             for key, node in self.nodes.items()
-            if key not in self.active and node.settled() and self.caught_up.lasted_s(node.read_s) >= QUIET_S
+            if key not in self.active and node.settled() and self.caught_up.lasted_s(node.read_s) >= node.quiet_s()
         ]
         for node in silent_nodes:
             if node.current is not None:

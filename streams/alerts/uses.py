@@ -2,8 +2,8 @@
 
 In: a device of a tick, the pods that hold it, and its sums before. Out: its sums now.
 
-- A reading is of the time since the reading before it. If that is more than a minute, or the node's clock was set back,
-  the time is a gap: it does not count as measured, nor as idle.
+- A reading is of the time since the reading before it. If that is more than a minute and than three of the node's
+  intervals, or the node's clock was set back, the time is a gap: it does not count as measured, nor as idle.
 - A reading counts for the step of its tick.
 - The figures by which ranks are compared are of the first tick in each five seconds.
 - A pod's sums begin with the first tick in which it holds the device, and end with the first in which it does not.
@@ -21,9 +21,10 @@ import msgspec
 from streams.alerts.tick import Device, Metrics, Tick
 from topics.attributed import PodRef
 from topics.idleness import IDLE_BELOW, part_of
+from topics.samples import silent_after_s
 
 STEP_MS = 300_000
-GAP_MS = 60_000
+GAP_S = 60.0
 _FIGURES_MS = 5_000  # the interval of the ticks that figures are taken of
 _UNITS_PER_MS = 10  # work is counted in tenths of a millisecond: a day of them is less than 32 bits
 _MARK = struct.Struct("<II")
@@ -85,13 +86,13 @@ def update_uses(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Ti
         use_before = (
             before[0] if before and before[0].pod == name else next((use for use in before if use.pod == name), None)
         )
-        use = _update_use(use_before, name, activity(metrics), metrics if needs.figures else None, tick.ts_ms, needs)
+        use = _update_use(use_before, name, activity(metrics), metrics if needs.figures else None, tick, needs)
         return () if use is None else before if use is use_before and len(before) == 1 else (use,)
     use_by_pod, uses = {use.pod: use for use in before}, list[Use]()
     for holders in device.pods:
         if not holders[0].observed:
             name, share = pod_name(holders[0]), part_of([holder.parts for holder in holders])
-            use = _update_use(use_by_pod.get(name), name, share, None, tick.ts_ms, needs)
+            use = _update_use(use_by_pod.get(name), name, share, None, tick, needs)
             if use is not None:
                 uses.append(use)
     return tuple(uses)
@@ -116,17 +117,18 @@ def activity(metrics: Metrics) -> float | None:
 
 
 def _update_use(
-    before: Use | None, pod: str, share: float | None, metrics: Metrics | None, now_ms: int, needs: UseNeeds
+    before: Use | None, pod: str, share: float | None, metrics: Metrics | None, tick: Tick, needs: UseNeeds
 ) -> Use | None:
     """The sums of a pod after a tick. ``share`` is its reading, if any. The first reading measures no time."""
     if share is None:
         return before
+    now_ms = tick.ts_ms
     step = now_ms // STEP_MS
     if before is None or step < before.step - 1:
         worked_ms = now_ms if share >= IDLE_BELOW else 0
         return Use(pod, now_ms, step, 0, 0, worked_ms, _MARK.pack(0, 0), (), _violation_seconds(metrics))
     passed_ms = now_ms - before.at_ms
-    if not 0 < passed_ms <= GAP_MS:
+    if not 0 < passed_ms <= silent_after_s(tick.interval_ms, GAP_S) * 1000:
         passed_ms = 0
     marks, sums, low, violation_s = before.marks, before.sums, before.low, before.violation_s
     if step > before.step:

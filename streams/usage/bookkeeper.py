@@ -48,12 +48,11 @@ from streams.usage.books import (
 )
 from streams.usage.measure import MOST_WATTS, DeviceAccounts, DeviceShare, Gpu, divide, gpus_of
 from streams.usage.tick import CountedTick
+from topics.samples import silent_after_s
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
 AHEAD_MS = 60_000
-INTERVALS = 3
 INTERVAL_MS = 10_000  # of a producer that does not report it
-LONGEST_INTERVAL_MS = HOUR_MS
 
 Outcome = Literal["booked", "opened", "behind", "ahead", "replayed"]
 """How a tick was handled. ``booked``: its time was booked. ``opened``: it is the first of its run, and stands for no
@@ -133,8 +132,7 @@ class Bookkeeper:
         books.tick_ms = tick.ts_ms
         books.node_labels = node_labels
         stands_for_ms = max(0, tick.ts_ms - previous_ms)
-        interval_ms = min(tick.interval_ms or INTERVAL_MS, LONGEST_INTERVAL_MS)
-        since_ms = max(previous_ms, tick.ts_ms - INTERVALS * interval_ms)
+        since_ms = max(previous_ms, tick.ts_ms - round(silent_after_s(tick.interval_ms or INTERVAL_MS, 0) * 1000))
         unbooked_ms = max(0, min(books.booked_ms, tick.ts_ms) - since_ms) if stands_for_ms else 0
         if tick.ts_ms <= books.booked_ms:
             self._read_meters(gpus, books.booked_ms, books.booked_ms)

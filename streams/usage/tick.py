@@ -60,7 +60,6 @@ class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class CountedTick(AttributedTick, frozen=True, kw_only=True, gc=False):
-    interval_ms: UInt | None = None
     logged_ms: UInt | None = None
     node_labels: msgspec.Raw = JSON_NULL
     devices: tuple[CountedDevice, ...] = ()

@@ -224,6 +224,22 @@ def test_a_silent_node_is_marked_and_forgotten_in_the_end() -> None:
     assert fleet.nodes == {}
 
 
+def test_a_node_that_is_seldom_read_is_silent_after_three_of_its_intervals() -> None:
+    fleet = fleet_of(tick(gpu("a", 0.5, "ml/x"), interval_ms=60_000))
+    fleet.age(180.0)
+    assert device(fleet).status == "busy"
+    fleet.age(181.0)
+    assert device(fleet).status == "silent"
+
+
+def test_a_reading_of_a_node_that_is_seldom_read_stands_for_the_time_since_the_last_one() -> None:
+    moments = [(1, 0.2), (31, 0.4), (151, 0.6), (181, 0.8)]
+    ticks = [tick(gpu("a", used), seq=second, interval_ms=30_000) for second, used in moments]
+    fleet = fleet_of(*ticks, slot_ms=15_000, slots=13)
+    used = device(fleet).history.of("used_ratio", 181_000)
+    assert used == pytest.approx([0.2, 0.4, 0.4, *[None] * 7, 0.6, 0.8, 0.8])
+
+
 def test_a_replay_is_left_out() -> None:
     fleet = fleet_of(tick(gpu("a"), seq=2))
 

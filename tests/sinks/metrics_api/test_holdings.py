@@ -107,6 +107,14 @@ def test_a_value_is_gone_when_it_is_thirty_seconds_old_and_the_age_on_arrival_co
     assert (len(holdings), holdings.namespaces()) == (0, [])
 
 
+def test_a_value_of_a_node_that_is_seldom_read_is_gone_after_three_of_its_intervals() -> None:
+    holdings = Holdings()
+    holdings.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5), interval_ms=60_000), now_s=0.0, age_s=0.0)
+
+    assert "p" in holdings.pods("ml", 179.9)
+    assert holdings.pods("ml", 180.0) == {}
+
+
 def test_a_tick_of_a_clock_that_is_ahead_is_not_good_for_longer() -> None:
     holdings = Holdings()
     holdings.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=0.0, age_s=-3600.0)

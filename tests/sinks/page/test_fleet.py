@@ -61,6 +61,15 @@ def test_a_node_falls_silent_is_back_with_its_next_tick_and_is_forgotten_after_a
     assert fleet.nodes == {}
 
 
+def test_a_node_that_is_seldom_read_is_silent_after_three_of_its_intervals() -> None:
+    fleet = fleet_of(tick(1, device("GPU-a", holder("p-0"), used=0.5), interval_ms=3_600_000))
+
+    fleet.expire(1 + 3 * FORGET_S)
+    assert signs(fleet) == "b"
+    fleet.expire(1 + 3 * FORGET_S + 1)
+    assert fleet.nodes == {}
+
+
 def test_a_device_by_itself_is_what_its_tile_is_also_between_two_readings() -> None:
     works, lost = device("GPU-a", holder("p-0"), used=0.5), device("GPU-a", holder("p-0"), state="lost")
     fleet = fleet_of(tick(1, works), tick(2, lost))
@@ -109,6 +118,18 @@ def test_a_device_has_a_reading_in_15_s_for_an_hour_and_none_where_there_was_no_
     assert times == [45_000, 3_630_000]
     assert [round(value, 3) for value in values if value is not None] == [0.4, 0.5]
     assert content["words"].count("b") == 2
+
+
+def test_a_reading_of_a_node_that_is_seldom_read_stands_for_the_time_since_the_last_one() -> None:
+    moments = [(0, 0.2), (30, 0.4), (150, 0.6), (180, 0.0)]
+    of_seconds = [
+        tick(second, device("GPU-a", holder("p-0"), used=used), interval_ms=30_000) for second, used in moments
+    ]
+    (shown,) = fleet_of(*of_seconds).nodes["c1", "n1"].devices.values()
+
+    utilization, *_ = shown.metric_history()
+    assert utilization[-13:] == pytest.approx([0.2, 0.4, 0.4, *[None] * 7, 0.6, 0.0, 0.0])
+    assert shown.sign_history()[-13:] == "bbb       bii"
 
 
 def test_after_a_clock_was_set_back_by_far_the_history_begins_again() -> None:

@@ -268,6 +268,13 @@ def test_a_silent_node_ends_one_millisecond_after_its_last_tick_and_only_once() 
     assert state.silences(161.0, 60) == []
 
 
+def test_a_node_that_is_seldom_read_ends_after_three_of_its_intervals() -> None:
+    state = series()
+    play(state, sample(1, interval_ms=60_000), now_s=100.0)
+    assert state.silences(279.9, 60) == []
+    assert len(state.silences(280.0, 60)) == 1
+
+
 def test_a_node_that_comes_back_after_silence_ends_nothing_and_opens_again() -> None:
     state = series()
     play(state, sample(1, device(pod="a")))

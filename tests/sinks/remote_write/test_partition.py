@@ -447,9 +447,9 @@ def in_windows(stale_after_s: float = 60.0) -> Setup:
     return Setup(resolution=WINDOWS, stale_after_s=stale_after_s)
 
 
-def seconds(*numbers: int, node: str = "n1") -> list[ConsumedRecord]:
+def seconds(*numbers: int, node: str = "n1", interval_ms: int | None = None) -> list[ConsumedRecord]:
     """Ticks that begin with second 2 of a window of ten."""
-    return [record(sample(number, node=node)) for number in numbers]
+    return [record(sample(number, node=node, interval_ms=interval_ms)) for number in numbers]
 
 
 async def test_what_is_in_a_window_that_is_not_over_is_not_finished() -> None:
@@ -512,6 +512,15 @@ async def test_in_a_backlog_the_window_of_a_dead_node_is_sent_when_the_others_ha
     assert await setup.deliver_some(*others[60:]) == 98
     assert setup.count("records_held") == 2
     assert ("dead", 1, "delivered") in setup.outcomes
+
+
+async def test_the_window_of_a_node_that_is_seldom_read_stays_open_between_its_ticks() -> None:
+    setup, seldom = in_windows(stale_after_s=2.0), (1, 5, 9)
+    for number in range(1, 40):
+        node, interval_ms = ("seldom", 4000) if number in seldom else ("often", 1000)
+        await setup.deliver_some(*seconds(number, node=node, interval_ms=interval_ms))
+    written = {at_ms for key, points in setup.receiver.stored.items() if "seldom" in str(key) for at_ms, _ in points}
+    assert written == {sample(5).ts_ms, sample(9).ts_ms}, "the last tick of each window"
 
 
 async def test_a_time_in_which_nothing_was_logged_closes_no_window() -> None:

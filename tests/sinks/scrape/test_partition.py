@@ -22,7 +22,13 @@ def _device(uuid: str, used: float, *pods: str, **metrics: float) -> AttributedD
     return AttributedDevice(uuid=uuid, metrics={"gpu_utilization_ratio": used, **metrics}, holders=holders)
 
 
-def _tick(number: int, *devices: AttributedDevice, node: str = "n-0", offset: int | None = None) -> ConsumedRecord:
+def _tick(
+    number: int,
+    *devices: AttributedDevice,
+    node: str = "n-0",
+    offset: int | None = None,
+    interval_ms: int | None = None,
+) -> ConsumedRecord:
     offset = number if offset is None else offset
     sample = AttributedSample(
         schema=1,
@@ -31,6 +37,7 @@ def _tick(number: int, *devices: AttributedDevice, node: str = "n-0", offset: in
         run_id=1,
         seq=number + 1,
         ts_ms=1000 * number,
+        interval_ms=interval_ms,
         offset=offset,
         attribution="exact",
         devices=devices,
@@ -214,6 +221,15 @@ async def test_a_silent_node_is_not_shown() -> None:
     assert "n-0" in bench.exposition()
 
     bench.now_s = 60.0
+    assert bench.exposition() == ""
+
+
+async def test_a_node_that_is_seldom_read_is_shown_for_three_of_its_intervals() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1), interval_ms=60_000))
+    bench.now_s = 179.0
+    assert "n-0" in bench.exposition()
+    bench.now_s = 180.0
     assert bench.exposition() == ""
 
 

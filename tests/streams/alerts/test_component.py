@@ -33,9 +33,11 @@ HOT = device(0, busy=0.0, clock_event_reasons=0x40)
 SLOW_RULES = overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"')
 
 
-def write(broker: Broker, seconds: range, sample: Device = COOL, *, node: str = "n") -> None:
+def write(
+    broker: Broker, seconds: range, sample: Device = COOL, *, node: str = "n", interval_ms: int | None = None
+) -> None:
     for s in seconds:
-        broker.log(tick(s, sample, node=node))
+        broker.log(tick(s, sample, node=node, interval_ms=interval_ms))
 
 
 def states(broker: Broker) -> list[NodeAlerts]:
@@ -53,10 +55,12 @@ async def working(broker: Broker, rules: Rules = SLOW_RULES) -> Worker:
     return worker
 
 
-async def having_read(seconds: range, sample: Device = COOL, *, node: str = "n") -> Worker:
+async def having_read(
+    seconds: range, sample: Device = COOL, *, node: str = "n", interval_ms: int | None = None
+) -> Worker:
     """A worker that has read these ticks of a node."""
     broker = Broker()
-    write(broker, seconds, sample, node=node)
+    write(broker, seconds, sample, node=node, interval_ms=interval_ms)
     worker = await working(broker)
     await worker.live()
     return worker
@@ -322,6 +326,23 @@ async def test_a_node_without_ticks_holds_back_no_commit_once_the_log_has_gone_o
     assert (silent.node, silent.last_ts_ms) == ("dead", START_MS + 2000)
 
 
+async def test_a_node_that_is_read_every_minute_is_not_quiet_between_its_ticks_and_others_are() -> None:
+    broker = Broker()
+    for s in range(0, 600, 5):
+        if s % 60 == 0:
+            write(broker, range(s, s + 1), node="slow", interval_ms=60_000)
+        if s < 300:
+            write(broker, range(s, s + 1), node="fast", interval_ms=5_000)
+        write(broker, range(s, s + 1), node="busy", interval_ms=5_000)
+    worker = await working(broker)
+    await worker.live()
+    assert [(state.node, state.silent) for state in states(broker) if state.node != "busy"] == [
+        ("slow", False),
+        ("fast", False),
+        ("fast", True),
+    ]
+
+
 async def test_a_node_without_ticks_holds_back_no_commit_once_the_partition_was_read_for_long() -> None:
     worker = await having_read(range(3))
     await worker.wait(20)
@@ -386,6 +407,19 @@ async def test_a_node_is_silent_when_its_partition_was_watched_without_a_break()
     await worker.wait(600)
     await next_read(worker, range(800, 803))
     assert alerts_written(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
+
+
+async def test_a_node_that_is_read_every_five_minutes_is_silent_after_three_of_them_also_for_the_next_worker() -> None:
+    worker = await having_read(range(0, 900, 300), interval_ms=300_000)
+    await worker.wait(1000)
+    worker.commit()
+    successor = await working(worker.broker)
+    successor.clocks.started_ms = worker.clocks.now_ms()
+    await successor.live()
+    await successor.wait(490)
+    assert alerts_written(worker.broker) == []
+    await successor.wait(20)
+    assert alerts_written(worker.broker) == [("NodeSilent", "firing")]
 
 
 async def test_nobody_is_silent_while_the_broker_does_not_answer_nor_right_after() -> None:

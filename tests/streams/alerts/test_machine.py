@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 
 from streams.alerts import machine
-from streams.alerts.machine import MAX_GAP_MS, REPEAT_MS, LogPosition
+from streams.alerts.machine import MAX_GAP_S, REPEAT_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.reports import DELETE_MS, Step, finish_step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import SHORT_RULES, lives
-from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import Alert, transition_id
 from topics.attributed import AttributedEvent
 from topics.times import epoch_ms, time_of
@@ -51,9 +51,10 @@ class Life:
         self.deleted += [fingerprint for _, fingerprint, alert in step.writes if alert is None]
         return step.alerts
 
-    def go(self, seconds: range, *devices: Device) -> list[tuple[int, str, str]]:
+    def go(self, seconds: range, *devices: Device, interval_ms: int | None = None) -> list[tuple[int, str, str]]:
         """Equal ticks at these seconds; the alerts that were written, and at which second."""
-        return [(s, alert.name, alert.state) for s in seconds for alert in self.step(tick(s, *devices))]
+        ticks = [(s, tick(s, *devices, interval_ms=interval_ms)) for s in seconds]
+        return [(s, alert.name, alert.state) for s, moment in ticks for alert in self.step(moment)]
 
 
 def second(at_s: float) -> object:
@@ -90,7 +91,7 @@ def test_without_evidence_a_pending_condition_neither_fires_nor_ends() -> None:
 def test_after_a_minute_without_evidence_a_pending_condition_begins_again() -> None:
     life = Life()
     life.go(range(20), IDLE)
-    life.go(range(20, 20 + MAX_GAP_MS // 1000), UNKNOWN)
+    life.go(range(20, 20 + int(MAX_GAP_S)), UNKNOWN)
     assert life.go(range(80, 120), IDLE) == [(100, "GPUHeldIdle", "firing")]
 
 
@@ -101,6 +102,14 @@ def test_after_a_minute_without_a_tick_a_pending_condition_begins_again() -> Non
     life = Life()
     life.go(range(20), IDLE)
     assert life.go(range(79, 80), IDLE) == [(79, "GPUHeldIdle", "firing")]
+
+
+def test_a_node_that_is_read_every_five_minutes_has_alerts_like_any_other() -> None:
+    life = Life(DEFAULTS)
+    assert life.go(range(0, 3600, 300), IDLE, interval_ms=300_000) == [(1200, "GPUHeldIdle", "firing")]
+    life = Life(DEFAULTS)
+    life.go(range(0, 900, 300), IDLE, interval_ms=300_000)
+    assert life.go(range(2100, 2700, 300), IDLE, interval_ms=300_000) == [], "it was not read for four intervals"
 
 
 def test_after_a_clock_was_set_back_a_pending_condition_begins_again() -> None:
@@ -308,6 +317,16 @@ def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_on
         life.take(machine.announce(machine.fire_node_silent(life.state, SHORT_RULES, 60_000)))
     (alert,) = life.written
     assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
+
+
+def test_a_node_that_is_seldom_read_is_silent_after_three_of_its_intervals() -> None:
+    life = Life()
+    life.go(range(0, 200, 100), BUSY, interval_ms=100_000)
+    assert life.state is not None
+    assert machine.fire_node_silent(life.state, SHORT_RULES, 299_999) is life.state
+    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT_RULES, 300_000)))
+    (alert,) = life.written
+    assert (alert.name, alert.starts_at, alert.value) == ("NodeSilent", second(400), 300.0)
 
 
 def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:

@@ -43,6 +43,14 @@ def test_a_gap_is_not_measured_and_is_no_zero() -> None:
     assert mean(*ticks) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("every_s", [90, 300])
+def test_a_node_that_is_seldom_read_is_measured_between_its_ticks(every_s: int) -> None:
+    seconds = range(0, 1801, every_s)
+    often = [msgspec.structs.replace(busy(s, 0.5), interval_ms=every_s * 1000) for s in seconds]
+    assert mean(*often, steps=4) == pytest.approx(0.5)
+    assert mean(*[busy(s, 0.5) for s in seconds], steps=4) is None, "its ticks do not say that they are seldom"
+
+
 def test_a_step_that_is_measured_for_less_than_half_has_no_value() -> None:
     assert mean(*[busy(s, 0.5) for s in [*range(0, 140, 5), 300]]) is None
     assert mean(*[busy(s, 0.5) for s in [*range(0, 160, 5), 300]]) == pytest.approx(0.5)

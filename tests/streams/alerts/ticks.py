@@ -44,7 +44,14 @@ def holder(pod: str = "bert-0", *, busy: float | None = None, **fields: Any) -> 
     return Holder(**{"workload": Workload("Job", "bert"), **defaults, **fields})
 
 
-def tick(second: float, *devices: Device, run_id: int = 1, attribution: Attribution = "exact", node: str = "n") -> Tick:
+def tick(
+    second: float,
+    *devices: Device,
+    run_id: int = 1,
+    attribution: Attribution = "exact",
+    node: str = "n",
+    interval_ms: int | None = None,
+) -> Tick:
     """A node's tick, so many seconds after the first."""
     return Tick(
         schema=1,
@@ -53,6 +60,7 @@ def tick(second: float, *devices: Device, run_id: int = 1, attribution: Attribut
         run_id=run_id,
         seq=int(second) + 1,
         ts_ms=START_MS + round(second * 1000),
+        interval_ms=interval_ms,
         offset=int(second),
         attribution=attribution,
         devices=devices,
