@@ -25,7 +25,7 @@ def figures(name: str) -> dict[str, dict[str, Any]]:
     return {figure["what"]: figure for figure in json.loads((BENCH / f"{name}.json").read_text())}
 
 
-AIMS, LIVE, GROWTH = figures("aims"), figures("live"), figures("growth")
+AIMS, LIVE, GROWTH, LARGE = (figures(name) for name in ("aims", "live", "growth", "large"))
 
 # -- sizing
 
@@ -169,7 +169,12 @@ def tables() -> dict[str, dict[str, str]]:
             "fleets": table(("", "formula", *(f"{gpus:,} GPUs" for gpus in FLEETS)), fleets),
             "first": table(("what is full", "at so many GPUs", "then"), limits),
         },
-        "benchmarks.md": {"aims": run_table(AIMS), "live": run_table(LIVE), "growth": run_table(GROWTH)},
+        "benchmarks.md": {
+            "aims": run_table(AIMS),
+            "live": run_table(LIVE),
+            "growth": run_table(GROWTH),
+            "large": run_table(LARGE),
+        },
     }
 
 

@@ -80,6 +80,7 @@ class Replay:
                 "partitioner": "murmur2_random",
                 "compression.type": "zstd",
                 "linger.ms": 5,
+                "log_level": 2,  # or it says that Kafka has been stopped
                 "queue.buffering.max.kbytes": 256 << 10,
             }
         )

@@ -194,7 +194,8 @@ def idle(folder: Path) -> dict[str, Score]:
     nodes: dict[str, dict[str, Stream | Query]] = {}
     first_ms: dict[str, int] = {}
     worked_ms: dict[str, int] = {}
-    for seq, tick in enumerate(alibaba.genai(folder, Rows()).ticks, 1):
+    readings = alibaba.genai(folder, Rows())
+    for seq, tick in enumerate(readings.ticks, 1):
         address = tick.node.removeprefix("node-")
         since_ms = first_ms.setdefault(address, tick.ts_ms)
         if tick.ts_ms in busy[address]:
@@ -203,7 +204,13 @@ def idle(folder: Path) -> dict[str, Score]:
         holder = {"namespace": alibaba.NAMESPACE, "pod": f"pod-{address}", "pod_uid": address, "container": "main"}
         head = {"schema": 1, "cluster": "c", "node": tick.node, "run_id": 1, "seq": seq, "ts_ms": tick.ts_ms}
         devices = [{**device, "holders": [holder]} for device in tick.devices]
-        fields = {**head, "offset": seq, "attribution": "exact", "devices": devices}
+        fields = {
+            **head,
+            "interval_ms": readings.interval_ms,
+            "offset": seq,
+            "attribution": "exact",
+            "devices": devices,
+        }
         sample = msgspec.convert(fields, AttributedSample)
         pod = holder["namespace"], holder["pod"]
         true: Claims = {(devices[0]["uuid"], pod)} if tick.ts_ms - since_ms >= rule.for_ms else set()
