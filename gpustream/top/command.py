@@ -29,6 +29,7 @@ from gpustream.output import answer, is_screen
 from gpustream.ticks import decode_tick
 from gpustream.top import views
 from topics import alerts, attributed
+from topics.samples import silent_after_s
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +123,10 @@ def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float
     """The fleet now, by this machine's clock. Its ``trouble`` is that no tick has come for some time."""
     at_s, at = time.monotonic(), datetime.now(UTC)
     fleet.age(at_s)
-    newest_s = max((node.at_s for node in fleet.nodes.values()), default=began_s)
-    quiet_s = at_s - newest_s
-    quiet = f"no tick for {quiet_s:.0f} s: Kafka is away, or nothing is sent" if quiet_s > _QUIET_S else ""
+    newest = max(fleet.nodes.values(), key=lambda node: node.at_s, default=None)
+    quiet_s, interval_ms = (at_s - began_s, None) if newest is None else (at_s - newest.at_s, newest.interval_ms)
+    is_quiet = quiet_s > silent_after_s(interval_ms, _QUIET_S)
+    quiet = f"no tick for {quiet_s:.0f} s: Kafka is away, or nothing is sent" if is_quiet else ""
     flow = fleet.flow()
     facts = [f"{flow.ticks_per_s:,.0f} ticks/s"]
     facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
