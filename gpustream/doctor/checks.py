@@ -13,9 +13,10 @@ from gpustream.doctor.evidence import Evidence, NodeEvidence, NodeName, SampledR
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples, workloads
+from topics.samples import silent_after_s
 
-SILENT_MS = 30_000
-"""A node is silent if it has sent no tick for so long, and for five of its intervals."""
+SILENT_S = 30.0
+"""A node is silent if it has sent no tick for so long, and for three of its intervals."""
 
 BUFFERED_MS = 2_000
 """A tick waited in the node's retry buffer if its delay is longer than the run's shortest by this much."""
@@ -97,11 +98,12 @@ def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvide
                 ),
             )
         ]
-    silent = {}
-    for name, run in ((name, node.last_run[1]) for name, node in sending.items() if not node.removed):
-        interval_ms = (run.last_ts_ms - run.first_ts_ms) / max(1, len(run.seqs) - 1)
-        if situation.now_ms - run.last_logged_ms > max(SILENT_MS, 5 * interval_ms):
-            silent[name] = run
+    last_runs = {name: node.last_run[1] for name, node in sending.items() if not node.removed}
+    silent = {
+        name: run
+        for name, run in last_runs.items()
+        if situation.now_ms - run.last_logged_ms > silent_after_s(run.interval_ms, SILENT_S) * 1000
+    }
     if len(silent) == len(sending):
         newest_ms = max(node.last_logged_ms for node in sending.values())
         return [

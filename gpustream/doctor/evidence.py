@@ -41,6 +41,7 @@ class SampledTick(msgspec.Struct, frozen=True):
     seq: UInt
     ts_ms: UInt
     allocations_seq: UInt | None = None
+    interval_ms: UInt | None = None
 
 
 class AttributedTick(msgspec.Struct, frozen=True):
@@ -106,8 +107,7 @@ class SampledRun:
     truncated: bool = False
     lost: Ranges = field(default_factory=Ranges)
     last_seq: int = 0
-    first_ts_ms: int = 0
-    last_ts_ms: int = 0
+    interval_ms: int | None = None
     last_logged_ms: int = 0
     min_delay_ms: int = 1 << 62
     max_delay_ms: int = -(1 << 62)
@@ -257,9 +257,7 @@ class Evidence:
             has_earlier_output = any(
                 next(iter(seqs))[0] < tick.seq for seqs in node.attributed.get(tick.run_id, {}).values()
             )
-            run = node.runs[tick.run_id] = SampledRun(
-                first_ts_ms=tick.ts_ms, truncated=log_truncated or has_earlier_output
-            )
+            run = node.runs[tick.run_id] = SampledRun(truncated=log_truncated or has_earlier_output)
         delay_ms = record.timestamp - tick.ts_ms
         if tick.seq > run.last_seq:
             node.interleavings += (
@@ -268,7 +266,7 @@ class Evidence:
             node.current_run_id = tick.run_id
             if tick.seq > run.last_seq + 1 and len(run.delays_after_gaps) < MAX_JUMPS:
                 run.delays_after_gaps[run.last_seq + 1] = delay_ms
-            run.last_seq, run.last_ts_ms, run.last_delay_ms = tick.seq, tick.ts_ms, delay_ms
+            run.last_seq, run.interval_ms, run.last_delay_ms = tick.seq, tick.interval_ms, delay_ms
             run.last_snapshot_seq = tick.allocations_seq
         run.last_logged_ms = max(run.last_logged_ms, record.timestamp)
         run.min_delay_ms, run.max_delay_ms = min(run.min_delay_ms, delay_ms), max(run.max_delay_ms, delay_ms)

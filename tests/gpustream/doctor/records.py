@@ -31,6 +31,7 @@ def sample(
     """A tick of a second of the last ten minutes, or of any time; by default its offset is its seq."""
     ts_ms = SINCE_MS + seq * 1000 if at_ms is None else at_ms
     value = _of_node(fields) | {"seq": seq, "ts_ms": ts_ms, "allocations_seq": fields.get("named", 1)}
+    value["interval_ms"] = fields.get("interval_ms")
     record_offset = seq if offset is None else offset
     return Record(samples.TOPIC.name, msgspec.json.encode(value), offset=record_offset, timestamp=ts_ms + delay_ms)
 

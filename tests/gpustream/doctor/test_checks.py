@@ -148,6 +148,12 @@ def test_a_node_that_went_silent_is_named_unless_the_cluster_removed_it() -> Non
     assert findings_of(see([*ended, removed, *healthy()])) == {}
 
 
+def test_a_node_that_is_seldom_read_is_not_silent_between_its_ticks() -> None:
+    seldom = [attributed(1, node="seldom"), sample(1, node="seldom", interval_ms=60_000), snapshot(node="seldom")]
+    seldom.sort(key=lambda record: record.topic)
+    assert findings_of(see([*seldom, *healthy()])) == {}
+
+
 def test_a_fleet_that_went_silent_is_one_finding() -> None:
     situation = see(healthy(f"n{i}" for i in range(5)))
 
