@@ -71,6 +71,7 @@ class NodeProducer:
             self._instruments,
             pods_socket=settings.pods_api_socket,
             prefixes=settings.resource_prefixes,
+            interval_s=settings.interval_s,
         )
         self._publisher = NodePublisher(
             self._sender,

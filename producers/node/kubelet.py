@@ -34,6 +34,7 @@ from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
 from producers.node.pods_api import PodWatch, container_key, merge_pods
+from topics.samples import MISSED_INTERVALS
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +149,8 @@ class Kubelet:
     """Reads the pod resources of one kubelet on ``socket``; None: this machine has no kubelet.
 
     Only resources whose name begins with one of ``prefixes`` count. ``pods_socket`` is that of the kubelet's Pods API,
-    which is watched while :meth:`run` runs; None: it is not watched. ``clock`` gives seconds and never steps back;
-    ``now_ms`` gives the time of day in milliseconds since the epoch.
+    which is watched while :meth:`run` runs; None: it is not watched. ``interval_s`` is the time between ticks.
+    ``clock`` gives seconds and never steps back; ``now_ms`` gives the time of day in milliseconds since the epoch.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Kubelet:
         *,
         pods_socket: Path | None = None,
         prefixes: Sequence[str] = ("nvidia.com/",),
+        interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = now_ms,
         deadline_s: float = DEADLINE_S,
@@ -167,6 +169,7 @@ class Kubelet:
         self._socket, self._instruments, self._prefixes, self._clock = socket, instruments, tuple(prefixes), clock
         self._now_ms = now_ms
         self._deadline_s, self._largest_answer_bytes = deadline_s, largest_answer_bytes
+        self._unready_after_s = max(UNREADY_AFTER_S, MISSED_INTERVALS * interval_s)
         self._channel: grpc.aio.Channel | None = None
         self._call: asyncio.Task[None] | None = None
         self._next_call_s = self._settled_s = clock()
@@ -228,11 +231,11 @@ class Kubelet:
         return self._containers if before is None else before.containers
 
     def not_ready(self) -> list[str]:
-        """Why this is not ready: the kubelet has never answered, or not for 30 s."""
+        """Why this is not ready: the kubelet has never answered, or not for 30 s and three intervals."""
         if self._socket is None:
             return []
         silent_s = None if self._answered_s is None else self._clock() - self._answered_s
-        if silent_s is not None and silent_s <= UNREADY_AFTER_S:
+        if silent_s is not None and silent_s <= self._unready_after_s:
             return []
         since = "has not answered yet" if silent_s is None else f"has not answered for {silent_s:.0f} s"
         if self._state in (None, "ok"):

@@ -287,6 +287,15 @@ async def test_containers_stay_while_the_socket_is_gone(path: Path, server: Serv
         assert bench.age_s() == 31.0
 
 
+async def test_a_node_that_is_read_every_minute_is_ready_between_its_readings(path: Path, server: Server) -> None:
+    async with polling(path, interval_s=60.0) as bench:
+        assert await bench.pods() == ["bert-0"]
+        bench.clock.now_s += 59.0
+        assert bench.kubelet.not_ready() == []
+        bench.clock.now_s += 122.0
+        assert bench.kubelet.not_ready() == [f"the kubelet at {path} has not answered for 181 s"]
+
+
 async def test_the_age_is_0_until_it_first_answers_and_after_each_answer(path: Path) -> None:
     async with polling(path) as bench:
         bench.clock.now_s += 5.0
