@@ -193,7 +193,7 @@ class UsageReplay:
     """
 
     def __init__(self, policy: Accounting, from_ms: int) -> None:
-        self._policy = policy._replace(silent_after_ms=None)
+        self._policy = policy._replace(live=False)
         self._first_ms = -(-(from_ms + AHEAD_MS) // HOUR_MS) * HOUR_MS
         self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
         self._logged_ms = 0

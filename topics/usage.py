@@ -123,6 +123,7 @@ class UsageState(msgspec.Struct, kw_only=True):
     tick_ms: Annotated[UInt, about("The time of the last tick of the run.", "ms since the epoch")] = 0
     booked_ms: Annotated[UInt, about("Up to when time is booked.", "ms since the epoch")] = 0
     final_ms: Annotated[UInt, about("Up to when windows are final.", "ms since the epoch")] = 0
+    interval_ms: Annotated[UInt | None, about("How far apart the node's ticks are meant to be.", "ms")] = None
 
 
 _PROMISE = (

@@ -9,8 +9,8 @@ State: all of it is in :class:`Books`, which changes in place and is written to 
 - A GPU is in the books of each hour in which a tick has it, for the whole hour.
 - A minute is closed when the node's time has passed its end, and nothing of it changes after that. It is final 20
   minutes later. An hour is the sum of its closed minutes, and final when the last of them is.
-- If the log has no tick of a node for 20 minutes, the node's windows are closed by the time of the log: those that
-  ended 20 minutes before it.
+- If the log has no tick of a node for 20 minutes and for three intervals, the node's windows are closed by the time of
+  the log: those that ended that much before it.
 - ``revision`` is how much of a window is closed, so that the same books give the same records whenever they are
   written: a minute has 0, and 1 if it is final; an hour has one less than its closed minutes, and 60 if it is final.
 """
@@ -109,7 +109,7 @@ class Bookkeeper:
         verdict = replays.verdict(last, tick)
         if verdict == "replay":
             return Booking("replayed", [])
-        self.pass_time(logged_ms, self._policy.silent_after_ms)
+        self._pass_time(logged_ms, live=self._policy.live)
         gpus = gpus_of(tick, self._slices, self._accounts_by_device, self._policy.split)
         if books.booked_ms < tick.ts_ms <= logged_ms + AHEAD_MS:  # an account without time would never be forgotten
             for gpu in gpus:
@@ -125,7 +125,7 @@ class Bookkeeper:
         books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset
         books.newest_ts_ms = newest.newest_ts_ms
         books.logs += verdict == "new_log"
-        books.logged_ms = logged_ms
+        books.logged_ms, books.interval_ms = logged_ms, tick.interval_ms
         if tick.ts_ms > logged_ms + AHEAD_MS:
             books.tick_ms = previous_ms
             return Booking("ahead", self._pop_records())
@@ -141,21 +141,23 @@ class Bookkeeper:
         self._book_until(tick, gpus, since_ms)
         return Booking("booked" if stands_for_ms else "opened", self._pop_records(), unbooked_ms)
 
-    def pass_time(self, log_ms: int, silent_after_ms: int | None = FINAL_AFTER_MS) -> None:
-        """The log has advanced to a time. If the node has been silent for ``silent_after_ms`` by then, close what ended
-        more than that before it."""
+    def _pass_time(self, log_ms: int, *, live: bool) -> None:
+        """The log has advanced to a time. If the node has been silent for long by then, close what ended more than
+        that before it. A replay notes only up to when the live stream had closed it."""
         books = self.books
-        if silent_after_ms is None and books.hours and log_ms - books.logged_ms >= FINAL_AFTER_MS:
-            self._closed_live_ms = (log_ms - FINAL_AFTER_MS) // MINUTE_MS * MINUTE_MS
-        if silent_after_ms is None or not books.hours or log_ms - books.logged_ms < silent_after_ms:
+        silent_after_ms = round(silent_after_s(books.interval_ms, FINAL_AFTER_MS / 1000) * 1000)
+        if not books.hours or log_ms - books.logged_ms < silent_after_ms:
             return
         until_ms = (log_ms - silent_after_ms) // MINUTE_MS * MINUTE_MS
+        if not live:
+            self._closed_live_ms = until_ms
+            return
         self._book_unobserved_until(min(until_ms, books.hours[-1].end_ms), {})
         self._write_closed(until_ms)
 
     def close_silent(self, log_ms: int) -> list[Usage]:
         """The records to write for a node without a tick in the log up to a time."""
-        self.pass_time(log_ms)
+        self._pass_time(log_ms, live=True)
         return self._pop_records()
 
     def _pop_records(self) -> list[Usage]:

@@ -16,7 +16,8 @@ from topics.topic import decoder, lenient
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
 FINAL_AFTER_MS = 20 * MINUTE_MS
-"""A minute is final, and a node without a record is silent, after this time: longer than the producers' --buffer."""
+"""A minute is final after this time, which is longer than the producers' --buffer. So long at least a node is silent
+before its windows are closed without a tick."""
 
 FIELDS = (
     "device_ms", "slice_ms", "used_us", "idle_ms", "tensor_us", "energy_mj", "memory_byte_ms", "exact_ms", "late_ms",
@@ -29,13 +30,12 @@ Rows = dict[int, Amounts]  # by account number
 
 class Accounting(NamedTuple):
     """How shared devices are divided, the label that names the team, and the generation of the records.
-    ``silent_after_ms``: a node is silent after this time without a record; None: never, only its own ticks close
-    windows."""
+    ``live``: the windows of a silent node are closed; in a replay only its own ticks close them."""
 
     split: Split = "used"
     team_label: str = "team"
     generation: int = 0
-    silent_after_ms: int | None = FINAL_AFTER_MS
+    live: bool = True
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -44,8 +44,8 @@ INSTRUMENTS = (
                " (their time was booked or closed before), ahead (of their log time by more than a minute: not booked),"
                " replayed (read before).", ("outcome",)),
     Instrument("gpustream_usage_unbooked_seconds_total", "counter", "Time of ticks that came after it was booked or"
-               " closed: a clock was set back, or the node was silent for longer than 20 minutes. A replay books the"
-               " latter."),
+               " closed: a clock was set back, or the node was silent for longer than 20 minutes and three of its"
+               " intervals. A replay books the latter."),
     Instrument("gpustream_usage_written_total", "counter", "Records acknowledged by the broker: minute, hour, state.",
                ("record",)),
     Instrument("gpustream_usage_unsendable_total", "counter", "Records that the broker does not take, too large: left"

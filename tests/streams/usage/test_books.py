@@ -269,11 +269,25 @@ def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
     assert harness.keeper.books.hours == []
 
 
+def test_a_node_that_is_read_every_half_hour_is_not_silent_between_its_ticks() -> None:
+    harness = BookkeeperHarness()
+    for minute in range(4 * 60 + 31):
+        if minute % 30 == 0:
+            harness.book(tick(minute * MINUTE_MS, gpu("GPU-a", A), interval_ms=30 * MINUTE_MS))
+        harness.silent(minute * MINUTE_MS)
+    for hour in range(4):
+        assert {key: row.device_ms for key, row in harness.window(hour * HOUR_MS).items() if row.device_ms} == {
+            ("GPU-a", "held", "a"): HOUR_MS
+        }
+    harness.silent(6 * HOUR_MS + 30 * MINUTE_MS)
+    assert harness.window(4 * HOUR_MS)["GPU-a", "unobserved", None].device_ms == 30 * MINUTE_MS
+
+
 def test_a_tick_that_comes_after_its_window_was_closed_is_booked_by_a_replay_only() -> None:
     late_ticks, live, replay = (
         seconds(91, 4900, gpu("GPU-a", A)),
         BookkeeperHarness(),
-        BookkeeperHarness(Accounting(generation=1, silent_after_ms=None)),
+        BookkeeperHarness(Accounting(generation=1, live=False)),
     )
     for harness in (live, replay):
         harness.play(*seconds(0, 90, gpu("GPU-a", A)))
