@@ -20,6 +20,7 @@ from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
     IllegalSaslStateError,
+    InvalidSessionTimeoutError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
     UnsupportedSaslMechanismError,
@@ -96,6 +97,7 @@ _DENIED = {
     TopicAuthorizationFailedError: f"use the topic {{names}}: {_ACLS}",
     ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
 }
+_SESSIONS = "group.min.session.timeout.ms and group.max.session.timeout.ms of its brokers allow 6s to 30m by default"
 _ADMIN_ERROR_PREFIX = "Unable to get coordinator id for "
 """aiokafka's admin client puts this before the group's name."""
 
@@ -106,7 +108,7 @@ _OF_CERTIFICATE = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
 
 def describe(error: BaseException) -> str:
-    """One line with an error's class and message; for a missing ACL, what to do."""
+    """One line with an error's class and message; for a missing ACL or a refused option, what to do."""
     name, text = type(error).__name__, str(error)
     for kind, action in _DENIED.items():
         if isinstance(error, kind):
@@ -114,6 +116,8 @@ def describe(error: BaseException) -> str:
             names = subject if isinstance(subject, str) else ", ".join(sorted(map(str, subject)))
             names = names.removeprefix(_ADMIN_ERROR_PREFIX)
             return f"Kafka does not let this client {action.format(names=names)} ({name})"
+    if isinstance(error, InvalidSessionTimeoutError):
+        return f"Kafka does not take this --session-timeout: {_SESSIONS} ({name})"
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from math import ceil
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from faust.app.base import BootStrategy
 from faust.channels import Channel
 from mode import Service
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
+from msgspec.structs import replace
 
 from delivery.group import ConsumerGroup
 from delivery.instruments import Instrument, Instruments
@@ -85,7 +87,8 @@ class _NoConsumer:
 
 
 class ReaderApp(faust.App):  # type: ignore[misc]
-    """A Faust app that reads its topics without loss. ``fail`` ends the process; tests replace it."""
+    """A Faust app that reads its topics without loss. ``fail`` ends the process; tests replace it.
+    ``deadlines`` are those of its watchdog: its start takes as long as a rebalance of the group."""
 
     BootStrategy = _Boot
 
@@ -99,7 +102,9 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         )
         self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
         self.reader.group = self.group
-        self._watchdog = Watchdog(self._pulse, reads.deadlines, fail=fail)
+        rebalance_s = ceil(member.session_timeout_s)  # so long the group may wait for a member that was killed
+        self.deadlines = replace(reads.deadlines, start=reads.deadlines.start + rebalance_s)
+        self._watchdog = Watchdog(self._pulse, self.deadlines, fail=fail)
         super().__init__(self.group.name, store="memory://", topic_allow_declare=False, topic_disable_leader=True)
         self.batches = Batches(self)
         self.consumer = _NoConsumer(self.beacon)

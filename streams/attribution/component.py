@@ -12,15 +12,18 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import ceil
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from delivery.clock import now_ms
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from delivery.tasks import Turns, set_within
+from delivery.watchdog import Deadlines
 from streams.app import ReaderApp, Stream
 from streams.attribution import join
 from streams.attribution.log_time import Watermark
@@ -82,8 +85,11 @@ class Attribution(Stream[AttributionSettings]):
     watch_failure = "the join failed"
 
     def make_worker(self, partitions: Mapping[str, int]) -> tuple["Joiner", Reads]:
-        reads = Reads(inputs=(SAMPLES,), states=(ALLOCATIONS, WORKLOADS), partitions=partitions)
-        return Joiner(self.instruments, grace_s=self.settings.grace_s, partitions=partitions[SAMPLES]), reads
+        grace_s, deadlines = self.settings.grace_s, Deadlines()
+        deadlines = replace(deadlines, progress=deadlines.progress + ceil(grace_s))  # all ticks may wait so long
+        states = (ALLOCATIONS, WORKLOADS)
+        reads = Reads(inputs=(SAMPLES,), states=states, partitions=partitions, deadlines=deadlines)
+        return Joiner(self.instruments, grace_s=grace_s, partitions=partitions[SAMPLES]), reads
 
 
 class Joiner:

@@ -10,6 +10,7 @@ from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
     IllegalSaslStateError,
+    InvalidSessionTimeoutError,
     KafkaConnectionError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
@@ -138,6 +139,12 @@ def test_a_kafka_on_this_machine_that_is_away_needs_no_fix(server: str) -> None:
 def test_a_missing_acl_is_named_with_its_resource(error: Exception, expected: str) -> None:
     assert f"Kafka does not let this client {expected}" in describe(error)
     assert type(error).__name__ in describe(error)
+
+
+def test_a_session_timeout_that_the_brokers_refuse_is_named_with_their_limits() -> None:
+    text = describe(InvalidSessionTimeoutError())
+    assert text.startswith("Kafka does not take this --session-timeout: group.min.session.timeout.ms")
+    assert text.endswith("(InvalidSessionTimeoutError)")
 
 
 def test_an_error_is_named_once() -> None:

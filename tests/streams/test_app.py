@@ -10,6 +10,7 @@ from delivery.group import MustRestart
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from delivery.settings import MemberSettings
+from delivery.watchdog import Pulse, StallDetector
 from streams.app import ReaderApp
 from streams.reader import Reads
 
@@ -68,6 +69,17 @@ class Bench:
 async def bench() -> Bench:
     """An app that never connects."""
     return Bench()
+
+
+# -- the watchdog
+
+
+async def test_a_start_may_last_as_long_as_the_group_waits_for_a_member_that_was_killed() -> None:
+    member = MemberSettings(group="g", kafka="127.0.0.1:1", session_timeout_s=300.0)
+    app = ReaderApp(member, Reads(inputs=("ticks",), states=("owners",)), Stage())
+    detector = StallDetector(app.deadlines)
+    joining = [Pulse(beat=s, progress=0, turns=s, working=False, ready=False, reachable=s) for s in range(400)]
+    assert [reason for pulse in joining if (reason := detector.check(pulse))] == []
 
 
 # -- finishing

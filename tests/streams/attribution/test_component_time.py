@@ -7,7 +7,9 @@ import pytest
 
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
-from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS
+from delivery.watchdog import Pulse, StallDetector
+from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS, Attribution
+from streams.settings import AttributionSettings
 from tests.eventually import settle
 from tests.streams.attribution.fakes import FakeApp, looking, until_sent
 from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, pod, snapshot, tick, workloads
@@ -38,6 +40,13 @@ async def test_a_tick_whose_snapshot_never_comes_goes_when_the_end_has_been_read
 
     assert app.sender.outputs()[0].attribution == "late"
     assert app.position(SAMPLES) == 1
+
+
+def test_a_stream_whose_ticks_all_wait_for_a_long_grace_has_not_stalled() -> None:
+    stream = Attribution(AttributionSettings(kafka="127.0.0.1:1", grace_s=180.0))
+    detector = StallDetector(stream.make_worker({SAMPLES: 1})[1].deadlines)
+    waiting = [Pulse(beat=s, progress=0, turns=s, working=True, ready=True, reachable=s) for s in range(200)]
+    assert [reason for pulse in waiting if (reason := detector.check(pulse))] == []
 
 
 async def test_an_end_that_was_asked_for_before_the_tick_was_read_does_not_release_it(
