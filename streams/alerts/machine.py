@@ -163,8 +163,6 @@ def _advance(
 ) -> tuple[Tracked | None, Alert | None, list[Write]]:
     """The condition after the tick (None: it ended), its alert if that is to be written, and the writes before it."""
     rule = context.rules.by_name.get(condition.name)
-    if rule is not None and rule.kind == "node_silent":
-        return *_resolve(condition, context, "ticks"), []
     if MAINTENANCE in context.tick.node_labels:
         return *_resolve(condition, context, "maintenance"), []
     updated, alert = (_pending if condition.alert is None else _firing)(condition, finding, context)
@@ -230,8 +228,7 @@ def _firing(condition: Tracked, finding: Finding | None, context: _Context) -> t
     critical_ms = finding.rule.critical_ms if finding is not None and holds else 0
     alert, escalates = condition.alert, bool(critical_ms) and now_ms - condition.since_ms >= critical_ms
     if alert is not None and alert.severity != "critical" and escalates:
-        labels = {**alert.labels, "severity": "critical"}
-        alert = _replace(alert, severity="critical", labels=labels, revision=alert.revision + 1)
+        alert = _replace(_critical(alert), revision=alert.revision + 1)
         condition = _replace(condition, alert=alert, written_ms=None)
     every_ms = REPEAT_MS if condition.scope is None else REPORT_MS
     if condition.written_ms is not None and 0 <= now_ms - condition.written_ms < every_ms:
@@ -254,7 +251,7 @@ def _fire(condition: Tracked, finding: Finding, context: _Context) -> tuple[Trac
     value = finding.value if finding.value is not None else (now_ms - condition.since_ms) / 1000
     alert = firing_alert(rule, condition, context.state, now_ms, float(value), described)
     if 0 < rule.critical_ms <= now_ms - condition.since_ms:  # it waited for another cause
-        alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
+        alert = _critical(alert)
     if rule.kind in WASTE:
         scope = scope_of_pod(alert)
         pods = [(device.uuid, uid_and_key(holder)) for device in context.tick.devices for holder in device.holders]
@@ -270,6 +267,10 @@ def _fire(condition: Tracked, finding: Finding, context: _Context) -> tuple[Trac
     if condition.name in context.rules.causes:
         _note_firing_cause(condition, context)
     return _still_holding(_replace(condition, alert=alert, written_ms=now_ms, scope=scope), finding, context), alert
+
+
+def _critical(alert: Alert) -> Alert:
+    return _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
 
 
 def _pod_on_device(condition: Tracked) -> PodOnDevice:
@@ -327,15 +328,18 @@ def mark_silent(state: NodeAlerts) -> NodeAlerts:
 def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
     """The state of a node of which no tick came: it has left, or its silence fires, or old alerts are deleted.
 
-    It has left if the cluster removed it (at ``removed_ms``, in log time), or after a day without ticks. Alerts in the
-    state that are not written yet are written first: the worker that decided them has ended.
+    It has left if the cluster removed it (at ``removed_ms``, in log time), or after a day without ticks; that is a day
+    later if a rule about silent nodes waits so long. Alerts in the state that are not written yet are written first:
+    the worker that decided them has ended.
     """
+    longest_ms = max([rule.for_ms for rule in rules.of("node_silent")], default=0)
+    forget_ms = FORGET_MS if longest_ms < FORGET_MS else longest_ms + FORGET_MS
     if has_unwritten(state):
         return announce(state)
     if removed_ms is not None and removed_ms + LEAVING_MS >= state.logged_ms:
         after = retire(state, state.last_ts_ms)
-    elif now_ms - state.logged_ms >= FORGET_MS:
-        after = retire(state, state.last_ts_ms + FORGET_MS)
+    elif now_ms - state.logged_ms >= forget_ms:
+        after = retire(state, state.last_ts_ms + forget_ms)
     else:
         after = fire_node_silent(state, rules, now_ms - state.logged_ms)
     return Step(after) if after is not state else finish_step(state, [], now_ms)
@@ -343,18 +347,28 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
 
 def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
     """The state in which the rules about silent nodes fire, if the silence has lasted for their ``for``, and for three
-    of the node's intervals. Every worker makes the same state. Write it before what :func:`announce` makes of it."""
+    of the node's intervals. They are critical after their ``critical_after``. Every worker makes the same state. Write
+    it before what :func:`announce` makes of it."""
     if is_retired(state) or state.maintenance is not None:
         return state
     for rule in rules.of("node_silent"):
-        tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
+        new = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
+        before = next((condition for condition in state.tracked if identity(condition) == identity(new)), new)
         for_s = silent_after_s(state.interval_ms, rule.for_ms / 1000)
-        is_new = all(identity(condition) != identity(tracked) for condition in state.tracked)
-        if is_new and lasted_ms >= for_s * 1000:
+        if lasted_ms < for_s * 1000:
+            continue
+        alert = before.alert
+        if alert is None:
             starts_ms = min(state.last_ts_ms + round(for_s * 1000), MAX_TIME_MS)
             described = describe_silence(rule, state, state.memory, rules.wording)
-            alert = firing_alert(rule, tracked, state, starts_ms, for_s, described)
-            state = _replace(mark_silent(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
+            alert = firing_alert(rule, new, state, starts_ms, for_s, described)
+        if alert.severity != "critical" and 0 < rule.critical_ms <= lasted_ms:
+            alert = _replace(_critical(alert), revision=alert.revision + (before.alert is not None))
+        if alert is not before.alert or before.ceased_ms is not None:
+            written_ms = before.written_ms if alert is before.alert else None
+            after = _replace(before, alert=alert, written_ms=written_ms, ceased_ms=None)
+            others = [condition for condition in state.tracked if condition is not before]
+            state = _replace(mark_silent(state), tracked=(*others, after))
     return state
 
 

@@ -79,6 +79,8 @@ def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory 
     rule = rules.by_name.get(condition.name)
     if rule is None:
         return "rule_removed"
+    if rule.kind == "node_silent":
+        return "ticks"
     if condition.device and all(device.uuid != condition.device for device in tick.devices):
         return "device_removed"
     if not (condition.pod_uid or rule.kind in WASTE) or not tick.knows_holders(condition.device):

@@ -197,8 +197,12 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def forget_ms(self) -> int:
-        """After how long a device that is missing is forgotten."""
-        return max((rule.forget_ms for rule in self.rules), default=0)
+        """After how long a device that is missing is forgotten. If that is not after an alert about it fires, it is
+        counted from then on."""
+        missing = [(rule.for_ms, rule.forget_ms) for rule in self.of("missing")]
+        return max(
+            [forget_ms if forget_ms > for_ms else for_ms + forget_ms for for_ms, forget_ms in missing], default=0
+        )
 
     @cached_property
     def use_needs(self) -> UseNeeds | None:

@@ -338,6 +338,51 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     assert life.written[-1].resolved_because == "ticks"
 
 
+def test_a_silent_nodes_alert_fires_on_for_its_rules_time_and_goes_on_if_the_node_is_silent_again() -> None:
+    life = Life(overlay('[rules.NodeSilent]\nfor = "60s"\nkeep_firing_for = "5m"'))
+
+    def silent_for(lasted_ms: int) -> list[Alert]:
+        assert life.state is not None
+        return life.take(machine.announce(machine.fire_node_silent(life.state, life.rules, lasted_ms)))
+
+    life.go(range(3), BUSY)
+    silent_for(60_000)
+    assert life.go(range(100, 110), BUSY) == []
+    assert silent_for(59_000) == []
+    assert silent_for(200_000) == []
+    assert life.go(range(320, 700), BUSY) == [(620, "NodeSilent", "resolved")]
+    assert life.written[-1].resolved_because == "ticks"
+
+
+def test_a_node_that_is_silent_for_the_rules_critical_after_is_critical() -> None:
+    life = Life(overlay('[rules.NodeSilent]\nfor = "60s"\nseverity = "warning"\ncritical_after = "1h"'))
+    life.go(range(3), BUSY)
+    for lasted_ms in (60_000, 3_599_000, 3_600_000, 3_601_000):
+        assert life.state is not None
+        life.take(machine.announce(machine.fire_node_silent(life.state, life.rules, lasted_ms)))
+    described = [(alert.severity, alert.labels["severity"], alert.revision, alert.starts_at) for alert in life.written]
+    assert described == [("warning", "warning", 0, second(62)), ("critical", "critical", 1, second(62))]
+
+
+def test_a_rule_about_silent_nodes_may_wait_for_longer_than_a_day() -> None:
+    life, hour_ms = Life(overlay('[rules.NodeSilent]\nfor = "2d"')), 3_600_000
+    life.go(range(3), BUSY)
+    for hours in (24, 47, 48, 71, 72):
+        assert life.state is not None
+        now_ms = life.state.logged_ms + hours * hour_ms
+        life.take(machine.step_without_tick(life.state, life.rules, now_ms=now_ms, removed_ms=None))
+        life.take(machine.announce(life.state))
+    assert [alert.resolved_because for alert in life.written] == [None, "node_removed"]
+    assert life.written[0].starts_at == second(2 + 2 * 86_400)
+    assert life.written[1].ends_at == second(2 + 3 * 86_400)
+
+
+def test_a_gpu_that_is_forgotten_before_its_alert_would_fire_is_forgotten_that_long_after_it() -> None:
+    life = Life(overlay('[rules.GPUMissing]\nfor = "2m"\nforget = "1m"\nkeep_firing_for = "0s"'))
+    life.go(range(3), device(0), device(1))
+    assert life.go(range(3, 300), device(0)) == [(123, "GPUMissing", "firing"), (183, "GPUMissing", "resolved")]
+
+
 def test_a_delayed_tick_resolves_a_silent_nodes_alert_no_earlier_than_it_started() -> None:
     life = Life()
     life.go(range(3), BUSY)
