@@ -36,7 +36,9 @@ from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
 from topics.samples import Device, Event, Mig, Sample
 from topics.workloads import UnwellDevice
 
-EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most this long before its tick
+EVENT_MS, LONGEST_EVENT_MS = 60_000, 600_000
+"""An event's pods are looked up as of the event, but at most an interval before its tick, and not less or more than
+these."""
 READ_MS = 10_000  # an event may be this much later than its tick's time, because it comes while the tick is read
 _inventory_fields = attrgetter("uuid", "index", "minor", "mig")
 _replace = msgspec.structs.replace
@@ -104,6 +106,11 @@ class _HoldersAtTime(NamedTuple):
     attribution: Attribution
 
 
+def event_span_ms(sample: Sample) -> int:
+    """How long before a tick its events may have come, to be attributed to the pods of their time."""
+    return min(max(sample.interval_ms or 0, EVENT_MS), LONGEST_EVENT_MS)
+
+
 def event_snapshots(sample: Sample) -> dict[int, int]:
     """The ``seq`` of each snapshot that events name and the tick does not, with the time of the last such event."""
     times_ms: dict[int, int] = {}
@@ -112,7 +119,7 @@ def event_snapshots(sample: Sample) -> dict[int, int]:
             seq = event.allocations_seq
             if seq is not None and seq != sample.allocations_seq:
                 event_ms = sample.ts_ms if event.ts_ms is None else min(event.ts_ms, sample.ts_ms + READ_MS)
-                times_ms[seq] = max(event_ms, sample.ts_ms - EVENT_MS, times_ms.get(seq, 0))
+                times_ms[seq] = max(event_ms, sample.ts_ms - event_span_ms(sample), times_ms.get(seq, 0))
     return times_ms
 
 

@@ -21,7 +21,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from streams.attribution.attribute import EVENT_MS, Joined, Memo, ResolvedSnapshot, attribute, event_snapshots, facts_of
+from streams.attribution.attribute import (
+    EVENT_MS,
+    Joined,
+    Memo,
+    ResolvedSnapshot,
+    attribute,
+    event_snapshots,
+    event_span_ms,
+    facts_of,
+)
 from streams.attribution.log_time import HORIZON_MS, IndexedSnapshot, LookupTime, Unresolved, index_snapshot, resolve
 from streams.attribution.workloads import KnownWorkloads, add_record, forget_before
 from topics.allocations import Allocations
@@ -99,7 +108,8 @@ class NodeState(msgspec.Struct, frozen=True):
     ``snapshot_runs`` and ``sample_runs`` are the producer's runs that snapshots and samples came from, oldest first.
     ``skip_grace``: pending ticks get no grace. ``allocations_read_s``: the allocations have been read to an end that
     was asked for at this time. ``needed_ms`` is the watermark that the first pending tick needs; None: that tick waits
-    for its snapshot, or there is none. ``marks`` say what has to be kept for samples that may be read again.
+    for its snapshot, or there is none. ``marks`` say what has to be kept for samples that may be read again, and
+    ``event_span_ms`` how long before them their events may have come.
     """
 
     snapshots: dict[SnapshotId, IndexedSnapshot] = {}
@@ -112,6 +122,7 @@ class NodeState(msgspec.Struct, frozen=True):
     watermark_ms: float = float("-inf")
     needed_ms: int | None = None
     marks: tuple[Mark, ...] = ()
+    event_span_ms: int = EVENT_MS
     memo: Memo | None = None
 
 
@@ -127,6 +138,7 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
             pending=(*state.pending, record),
             sample_runs=runs if run_id in runs else (*runs, run_id)[-_MAX_RUNS:],
             watermark_ms=max(state.watermark_ms, record.watermark_ms),
+            event_span_ms=event_span_ms(record.sample),
         )
         first = state.pending[0].sample
         if len(state.pending) > MAX_PENDING and not _has_snapshots(state, first, event_snapshots(first)):
@@ -270,7 +282,7 @@ def _pruned(state: NodeState, offset: int) -> NodeState:
         marks = marks[1:]
     if len(marks) == len(state.marks) or marks[0].offset >= offset:
         return state
-    ts_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.pending]) - EVENT_MS
+    ts_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.pending]) - state.event_span_ms
     logged_ms = min([mark.logged_ms for mark in marks] + [tick.logged_ms for tick in state.pending]) - HORIZON_MS
     workloads = forget_before(state.workloads, ts_ms, logged_ms) if state.workloads else None
     snapshots, runs, first = state.snapshots, state.snapshot_runs, marks[0].snapshot

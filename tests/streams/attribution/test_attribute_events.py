@@ -132,3 +132,14 @@ def test_a_pod_that_ended_within_a_minute_before_a_tick_is_still_known_for_its_e
 
     assert samples[0] == samples[1]
     assert pods_of(events_of(samples[0][0])[0]) == [("old", "uid-old")]
+
+
+def test_a_pod_that_ended_since_the_tick_before_is_known_for_its_events_however_seldom_its_node_is_read() -> None:
+    ticks = [pending(replace(tick(n, 1, ts_ms=10_000 * n), interval_ms=300_000), n) for n in (0, 1)]
+    last = replace(tick(2, 2, ts_ms=310_000, events=[event(1, 11_000)]), interval_ms=300_000)
+    samples = [
+        run(run(join.NEW, PODS, OLD, NEW, *ticks, *commit)[0], pending(last, 2))[1] for commit in ([], [Committed(2)])
+    ]
+
+    assert samples[0] == samples[1]
+    assert pods_of(events_of(samples[0][0])[0]) == [("old", "uid-old")]
