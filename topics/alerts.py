@@ -171,6 +171,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     keep_ms: Annotated[UInt, about("For how long it must not, to be over.", "ms")]
     peers: Annotated[UInt, about("With how many others it must be compared.", "none")]
     deviations: Annotated[float, about("By how many deviations an outlier differs from the median.", "none")]
+    critical_ms: Annotated[UInt, about("After how long its alert is critical. 0: never.", "ms")] = 0
 
 
 class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -208,6 +209,7 @@ class Suspect(msgspec.Struct, frozen=True, array_like=True, gc=False):
     evidence: Annotated[str, about("By which measures.")]
     starts_ms: Annotated[int | None, about("Since when that is an alert, if it is one.", "ms since the epoch")] = None
     ceased_ms: Annotated[int | None, about("Since when it no longer lags.", "ms since the epoch")] = None
+    critical: Annotated[bool, about("Whether it has lagged for so long that its alert is critical.")] = False
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -288,5 +288,5 @@ def _limits_and_pattern(
     finding = Finding(rule, device.uuid, uid, key, facts=Facts(device, None, device.holders))
     condition = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
     described = describe(finding, tick, tick.ts_ms, rules.wording)
-    limits = Limits(rule.for_ms, rule.keep_firing_ms, rule.peers, rule.deviations)
+    limits = Limits(rule.for_ms, rule.keep_firing_ms, rule.peers, rule.deviations, rule.critical_ms)
     return limits, firing_alert(rule, condition, state, tick.ts_ms, 0.0, described)

@@ -126,12 +126,10 @@ def _update_suspects(
         all_lag = all(peer.uuid in evidence_by_uuid for peer in node_ranks)
         is_whole_node = len(ranks_by_node) > 1 and len(node_ranks) > 1 and all_lag
         evidence = f"{text}, as all of {node}" if is_whole_node else text
-        suspect = suspects.get(uuid, Suspect(node, max(step_ms - STEP_MS, 0), evidence))
-        suspect = _replace(suspect, evidence=evidence, ceased_ms=None)
-        if suspect.starts_ms is None and step_ms - suspect.since_ms >= limits.for_ms:
-            suspect = _replace(suspect, starts_ms=now_ms)
+        before = suspects.get(uuid, Suspect(node, max(step_ms - STEP_MS, 0), evidence))
+        suspects[uuid] = suspect = _still_lagging(before, evidence, limits, now_ms)
+        if (suspect.starts_ms, suspect.critical) != (before.starts_ms, before.critical):
             alerts.append(_firing_alert(group, pattern, node, rank, suspect))
-        suspects[uuid] = suspect
     for uuid, suspect in list(suspects.items()):
         if suspect.node not in ranks_by_node or uuid in evidence_by_uuid:
             continue
@@ -141,6 +139,14 @@ def _update_suspects(
             reason = "condition" if uuid in rank_by_uuid else "pod_ended"
             alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, now_ms, reason)
     return suspects, alerts
+
+
+def _still_lagging(suspect: Suspect, evidence: str, limits: Limits, now_ms: int) -> Suspect:
+    """A suspect that lags in one more comparison. If it has for long enough, its alert fires, or becomes critical."""
+    lasted_ms = now_ms - now_ms % STEP_MS - suspect.since_ms
+    starts_ms = now_ms if suspect.starts_ms is None and lasted_ms >= limits.for_ms else suspect.starts_ms
+    critical = suspect.critical or (starts_ms is not None and 0 < limits.critical_ms <= lasted_ms)
+    return _replace(suspect, evidence=evidence, starts_ms=starts_ms, ceased_ms=None, critical=critical)
 
 
 def outliers(ranks: Sequence[Rank], limits: Limits, kind: str) -> dict[str, str]:
@@ -180,9 +186,11 @@ def _firing_alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, susp
         labels["gpu_index"] = str(rank.index)
     if "k8s_pod_name" in labels:
         labels["k8s_pod_name"] = rank.pod
+    severity = labels["severity"] = "critical" if suspect.critical else pattern.severity
     return _replace(
         pattern,
         node=node,
+        severity=severity,
         fingerprint=fingerprint(pattern.name, group.cluster, node, rank.uuid),
         resolved_because=None,
         starts_at=time_of(suspect.starts_ms or 0),

@@ -177,6 +177,17 @@ def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_fi
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (since 2026-11-21 00:00 UTC)"
 
 
+def test_a_gpu_that_lags_for_the_rules_critical_after_makes_its_alert_critical() -> None:
+    replay, alerts = Replay(overlay('[rules.GPUStraggler]\ncritical_after = "30m"')), list[Alert]()
+    for second in range(0, 3600, 60):
+        devices = [device(i, holder(), **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
+        alerts += replay.judge(tick(second, *devices))
+    assert [(alert.state, alert.severity, alert.labels["severity"], alert.revision) for alert in alerts] == [
+        ("firing", "warning", "warning", 0),
+        ("firing", "critical", "critical", 1),
+    ]
+
+
 def test_a_slow_host_is_named_if_all_gpus_of_its_node_lag() -> None:
     alert, *rest = fired(lambda n, _i, _m: {"busy": 0.55} if n == 2 else {}, range(25), nodes=4)
     last = rest[-1] if rest else alert
