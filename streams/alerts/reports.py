@@ -257,7 +257,8 @@ def rank_reports(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules
             holder = sole_pod(device.holders) if device.holders else None
             if holder is None or holder.observed or device.mig is not None:
                 continue
-            figures = means_of_closed_step(*(state.memory.uses.get(device.uuid, ()) for state in (before, after)))
+            uses_before, uses_after = (state.memory.uses.get(device.uuid, ()) for state in (before, after))
+            figures = means_of_closed_step(uses_before, uses_after, tick.interval_ms)
             effective_rule, reason = rules.in_force(rule, holder), None
             if after.maintenance is not None:
                 reason = "maintenance"

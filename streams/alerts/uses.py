@@ -202,10 +202,12 @@ def _mean(marks: bytes, steps: int) -> float | None:
     return work / _UNITS_PER_MS / measured_ms
 
 
-def means_of_closed_step(before: Uses, after: Uses) -> Figures | None:
+def means_of_closed_step(before: Uses, after: Uses, interval_ms: int | None = None) -> Figures | None:
     """The means of the figures in the step that a tick has ended; None unless one pod held the device alone, and half
-    of the step or more was measured."""
-    if len(before) != 1 or len(after) != 1 or after[0].step != before[0].step + 1 or after[0].pod != before[0].pod:
+    of the step or more was measured. Steps may lie between if the node's interval is that long."""
+    if len(before) != 1 or len(after) != 1 or after[0].step <= before[0].step or after[0].pod != before[0].pod:
+        return None
+    if after[0].step > before[0].step + 1 and after[0].at_ms - before[0].at_ms > silent_after_s(interval_ms, 0) * 1000:
         return None
     measured_ms = (before[0].ms - _MARK.unpack_from(before[0].marks, len(before[0].marks) - _MARK.size)[0]) & _MASK
     if not before[0].sums or measured_ms * 2 < STEP_MS:

@@ -177,6 +177,15 @@ def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_fi
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (since 2026-11-21 00:00 UTC)"
 
 
+@pytest.mark.parametrize("minutes", [5, 10, 15])
+def test_a_slow_gpu_is_found_however_seldom_its_node_is_read(minutes: int) -> None:
+    replay, alerts = Replay(ON), list[Alert]()
+    for second in range(0, 7200, minutes * 60):
+        devices = [device(i, holder(), **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
+        alerts += replay.judge(tick(second, *devices, interval_ms=minutes * 60_000))
+    assert [(alert.state, epoch_ms(alert.starts_at) - START_MS) for alert in alerts] == [("firing", minutes * 180_000)]
+
+
 def test_a_gpu_that_lags_for_the_rules_critical_after_makes_its_alert_critical() -> None:
     replay, alerts = Replay(overlay('[rules.GPUStraggler]\ncritical_after = "30m"')), list[Alert]()
     for second in range(0, 3600, 60):
