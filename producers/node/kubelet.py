@@ -269,7 +269,8 @@ class Kubelet:
             return
         identity, now_s = (status.st_dev, status.st_ino, status.st_ctime_ns), self._clock()
         if identity != self._socket_identity:  # the kubelet was restarted: the pause after a failure is over
-            self._settled_s = now_s + (SETTLED_AFTER_S if self._socket_identity is not None else 0.0)
+            age_s = max(0.0, self._now_ms() / 1000 - status.st_ctime)
+            self._settled_s = now_s + (SETTLED_AFTER_S - age_s if self._socket_identity is not None else 0.0)
             self._socket_identity, self._next_call_s = identity, now_s
         if self._call is None and now_s >= self._next_call_s:
             self._call = asyncio.create_task(self._call_list(socket))

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import grpc
 import pytest
 
+from delivery.clock import now_ms
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node import kubelet as module
@@ -240,6 +241,16 @@ async def test_after_a_restart_a_missing_container_has_ended_only_once_the_kubel
         assert sorted(await bench.pods() or ()) == ["bert-0", "bert-1"]
         bench.clock.now_s += 0.1
         assert await bench.pods() == ["bert-1"]
+
+
+async def test_a_kubelet_that_was_restarted_long_before_a_tick_is_believed_in_it(path: Path, server: Server) -> None:
+    async with polling(path, interval_s=60.0) as bench:
+        assert await bench.pods() == ["bert-0"]
+        server.stop()
+        server.reply = answer(pod("static"))
+        server.start()
+        bench.now_ms = now_ms() + 50_000
+        assert await bench.until("ok", 2) == []
 
 
 async def test_after_a_restart_a_device_with_another_holder_is_believed_at_once(path: Path, server: Server) -> None:
