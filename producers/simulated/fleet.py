@@ -170,11 +170,13 @@ class SimulatedNode:
                 gpu.redraw(at_ms)
 
     def _play_story(self, at_ms: int) -> None:
-        """The events of the story at this time, on GPUs that work: a program fails; later a GPU falls off the bus."""
-        working = [gpu for gpu in self._gpus if gpu.occupied() and not gpu.device.mig_mode]
-        if working and at_ms == STORY_XID_MS:
+        """The events of the story at this time: a program fails; later a GPU falls off the bus. Both happen on whole
+        GPUs that work, if there are any."""
+        whole = [gpu for gpu in self._gpus if not gpu.device.mig_mode] or self._gpus
+        working = [gpu for gpu in whole if gpu.occupied()] or whole
+        if at_ms == STORY_XID_MS:
             working[0].parts[0].fail(at_ms, PAGE_FAULT)
-        elif working and at_ms == STORY_FALLS_MS:
+        elif at_ms == STORY_FALLS_MS:
             self._failing_gpu = working[-1]
             self._failing_gpu.parts[0].fail(at_ms, OFF_THE_BUS)
 

@@ -278,3 +278,11 @@ def test_a_story_has_an_xid_error_and_a_lost_gpu_in_the_first_minute_and_is_othe
     assert lost == {falls: list(range(35, 75))}
     other_node = Fleet(2, 8, story=True).node(1).read(40_000)
     assert all(device["state"] == "ok" for device in other_node.devices)
+
+
+@pytest.mark.parametrize(("gpus", "seed"), [(1, 10), (2, 7)])
+def test_the_story_happens_also_if_no_gpu_works_at_its_time(gpus: int, seed: int) -> None:
+    node = Fleet(1, gpus, seed=seed, story=True).node(0)
+    devices = [device for second in range(1, 61) for device in node.read(second * 1000).devices]
+    assert [event["code"] for device in devices for event in device.get("events", ())] == [31, 79]
+    assert any(device["state"] == "lost" for device in devices)
