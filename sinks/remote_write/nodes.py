@@ -208,10 +208,9 @@ class OpenSeries:
 
     def silences(self, now_s: float, stale_after_s: float, except_for: Collection[NodeKey] = ()) -> list[Silence]:
         """The ends of the nodes that have been silent for that long, and for three of their intervals. Their series are
-        open until :meth:`ended`."""
-        forgotten = [key for key, node in self._nodes.items() if now_s - node.settled_s > _FORGET_AFTER_S]
-        for key in forgotten:
-            if key not in except_for:
+        open until :meth:`ended`. A node that has none is forgotten after a day."""
+        for key, node in list(self._nodes.items()):
+            if now_s - node.settled_s > _FORGET_AFTER_S and not node.open and key not in except_for:
                 del self._nodes[key]
         silences = []
         for key, node in self._nodes.items():

@@ -301,8 +301,18 @@ def test_what_was_recalled_is_open_and_a_replay() -> None:
 def test_a_node_not_heard_of_for_a_day_is_forgotten() -> None:
     state = series()
     play(state, sample(1))
-    state.silences(24 * 3600 + 1.0, 60)
+    for silence in state.silences(24 * 3600 + 1.0, 60):
+        state.ended(silence)
+    assert state.verdict(sample(1)) == "replay"
+    assert state.silences(24 * 3600 + 1.0, 60) == []
     assert state.verdict(sample(1)) == "next"
+
+
+def test_series_that_may_be_silent_for_longer_than_a_day_end_all_the_same() -> None:
+    state = series()
+    play(state, sample(1))
+    assert state.silences(24 * 3600 + 1.0, 48 * 3600) == []
+    assert len(state.silences(48 * 3600 + 1.0, 48 * 3600)) == 1
 
 
 DEVICES = st.lists(
