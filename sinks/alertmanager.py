@@ -87,7 +87,8 @@ RECOVERED_EVERY_S = 10.0
 """How often all alerts are sent at most because the Alertmanager answers again: it may have forgotten them."""
 
 RESOLVED_FOR_MS = 15 * 60_000
-"""How long the end of an alert is sent, as Prometheus does, for an Alertmanager that was away when it ended."""
+"""How long the end of an alert is sent, as Prometheus does, for an Alertmanager that was away when it ended; but for
+two times ``--resend`` at least."""
 
 _REFUSES_EVERYTHING = 3
 """If this many alerts are refused and none is accepted, the Alertmanager refuses everything."""
@@ -129,12 +130,12 @@ class ActiveAlerts:
         """The number of open alerts."""
         return sum(alert.is_open for alert, _ in self._by_fingerprint.values())
 
-    def due(self, now_ms: int) -> list[str]:
-        """The fingerprints of the alerts to send. Forgets those that ended long ago."""
+    def due(self, now_ms: int, resolved_for_ms: int = RESOLVED_FOR_MS) -> list[str]:
+        """The fingerprints of the alerts to send. Forgets those that ended longer ago than that."""
         self._by_fingerprint = {
             fingerprint: (alert, written_ms)
             for fingerprint, (alert, written_ms) in self._by_fingerprint.items()
-            if alert.is_open or now_ms - written_ms <= RESOLVED_FOR_MS
+            if alert.is_open or now_ms - written_ms <= resolved_for_ms
         }
         return list(self._by_fingerprint)
 
@@ -268,7 +269,7 @@ class Notifier:
         """Send the active alerts of a partition, if it is still assigned."""
         if (abandon := self._partitions.get(active)) is None:
             return
-        fingerprints = active.due(now_ms())
+        fingerprints = active.due(now_ms(), max(RESOLVED_FOR_MS, round(self._settings.resend_s * 2_000)))
         try:
             for start in range(0, len(fingerprints), self._settings.max_alerts):
                 async with self.turn:

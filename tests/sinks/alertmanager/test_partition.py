@@ -373,3 +373,12 @@ async def test_alerts_go_below_an_alertmanager_s_own_address(address: str, poste
     notifier = Notifier(address, settings, manager.post, Instruments(INSTRUMENTS), first_s=0.0)
     await notifier.send([firing("a")], asyncio.Event())
     assert [request.url for request in manager.requests] == [f"http://am:1{posted}/api/v2/alerts"]
+
+
+async def test_the_end_of_an_alert_is_sent_again_at_least_once_however_seldom_that_is() -> None:
+    setup = Setup(FakeAlertmanager(), resend_s=3600.0)
+    ended_ms = now_ms() - 3_600_000
+    await setup.deliver([alert_record(alert("p", ended_ms - 60_000, ended_ms))])
+    setup.manager.restart()
+    await setup.notifier.resend_now(setup.partition._active)
+    assert setup.manager.held.keys() == {"p"}
