@@ -101,7 +101,7 @@ async def gather(
     """
     theirs, ours = matchers
     timeout, proxy = aiohttp.ClientTimeout(total=settings.request_timeout_s), proxy_of(base)
-    async with aiohttp.ClientSession(timeout=timeout, headers=dict(settings.headers), proxy=proxy) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=settings.headers, proxy=proxy) as session:
         prometheus = PrometheusClient(base, session, Credentials(settings), time.time())
         their_readings = await prometheus.readings(theirs, window_s) if theirs else []
         our_readings = await prometheus.readings(ours, window_s) if ours else []

@@ -92,9 +92,12 @@ class Http:
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Make one attempt at sending a body."""
         if self._session is None:
+            given = self._settings.headers
+            names = {name.lower() for name, _ in given}
+            agent = () if "user-agent" in names else (("User-Agent", f"gpustream/{version('gpustream')}"),)
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
-                headers={**dict(self._settings.headers), "User-Agent": f"gpustream/{version('gpustream')}"},
+                headers=(*agent, *given),
                 auto_decompress=True,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

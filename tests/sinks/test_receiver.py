@@ -331,6 +331,23 @@ async def test_a_receiver_that_answers_with_what_it_was_sent_shows_no_credential
     assert (reply.status, "s3cret" in reply.text, reply.text.count("***")) == (401, False, 2)
 
 
+async def test_each_header_is_sent_also_if_its_name_comes_twice_or_has_a_default() -> None:
+    headers = (("X-Team", "a"), ("X-Team", "b"), ("user-agent", "mine"))
+    received: list[tuple[str, str]] = []
+
+    async def receive(request: web.Request) -> web.Response:
+        received.extend((name.lower(), value) for name, value in request.headers.items())
+        return web.Response()
+
+    async with listening([web.post("/", receive)], ("127.0.0.1", 0), option="--listen") as (_, port):
+        http = Http(HttpSettings(headers=headers))
+        await http.post(f"http://127.0.0.1:{port}/", b"body", {})
+        await http.close()
+
+    assert [value for name, value in received if name == "x-team"] == ["a", "b"]
+    assert [value for name, value in received if name == "user-agent"] == ["mine"]
+
+
 @pytest.mark.parametrize("times", [1, 300])
 async def test_an_answer_that_is_no_http_is_named_in_one_short_line_without_the_path(times: int) -> None:
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
