@@ -123,9 +123,10 @@ def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float
     """The fleet now, by this machine's clock. Its ``trouble`` is that no tick has come for some time."""
     at_s, at = time.monotonic(), datetime.now(UTC)
     fleet.age(at_s)
-    newest = max(fleet.nodes.values(), key=lambda node: node.at_s, default=None)
-    quiet_s, interval_ms = (at_s - began_s, None) if newest is None else (at_s - newest.at_s, newest.interval_ms)
-    is_quiet = quiet_s > silent_after_s(interval_ms, _QUIET_S)
+    nodes = fleet.nodes.values()
+    quiet_s = at_s - max((node.at_s for node in nodes), default=began_s)
+    all_silent = all(at_s - node.at_s > silent_after_s(node.interval_ms, _QUIET_S) for node in nodes)
+    is_quiet = quiet_s > _QUIET_S and all_silent
     quiet = f"no tick for {quiet_s:.0f} s: Kafka is away, or nothing is sent" if is_quiet else ""
     flow = fleet.flow()
     facts = [f"{flow.ticks_per_s:,.0f} ticks/s"]

@@ -1,4 +1,4 @@
-"""What ``gpustream top`` reads of the past, and when it says that nothing comes."""
+"""What ``gpustream top`` reads of the past, and what it says when nothing comes."""
 
 import time
 
@@ -27,13 +27,17 @@ def test_of_a_small_fleet_all_of_the_time_is_read() -> None:
     assert latest_spans({EMPTY: Span(5, 5)}, 1_000) == {EMPTY: Span(5, 5)}
 
 
-@pytest.mark.parametrize(
-    ("interval_ms", "ago_s", "is_quiet"),
-    [(1_000, 5, False), (1_000, 15, True), (30_000, 60, False), (30_000, 95, True)],
-)
-def test_nothing_is_said_to_be_quiet_before_three_intervals_are_over(
-    interval_ms: int, ago_s: float, is_quiet: bool
+@pytest.mark.parametrize(("interval_ms", "quiet_after_s"), [(None, 10), (1_000, 10), (60_000, 180)])
+def test_kafka_is_said_to_be_away_when_every_node_has_missed_three_ticks(
+    interval_ms: int | None, quiet_after_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet, now_s = Fleet(), time.monotonic()
-    fleet.observe(tick(gpu("a"), interval_ms=interval_ms), now_s - ago_s, 0)
-    assert bool(moment(fleet, LatestAlerts(), "", now_s).trouble) is is_quiet
+    fleet = Fleet()
+    fleet.observe(tick(gpu("b"), node="gone", interval_ms=1_000), at_s=1.0, wall_ms=1_000)
+    fleet.observe(tick(gpu("a"), interval_ms=interval_ms), at_s=100.0, wall_ms=1_000)
+
+    def trouble(at_s: float) -> str:
+        monkeypatch.setattr(time, "monotonic", lambda: at_s)
+        return moment(fleet, LatestAlerts(), "", began_s=0.0).trouble
+
+    assert trouble(100.0 + quiet_after_s) == ""
+    assert trouble(101.0 + quiet_after_s).startswith(f"no tick for {quiet_after_s + 1} s")
