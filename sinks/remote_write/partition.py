@@ -4,7 +4,7 @@ In: records, in order. Out: records to the queue, dead letters, and the offset b
 State: the unfinished records; and the outcomes of finished ones that are behind an unfinished one, because outcomes are
 counted in the order of offsets.
 With a resolution, a node's ticks are put into a window as they are read. The window is closed, and waits to be sent,
-when the node's next tick is past it or the node has been silent for long: by the clock while the partition is read to
+when the node's next tick is past it or none has come for long: by the clock while the partition is read to
 its end, and by log time while a backlog is read. Ticks in an open window are unfinished.
 
 If the process ends after a request was accepted and before its commit, the records are sent again, perhaps in other
@@ -31,7 +31,7 @@ from delivery.tasks import Turns, set_within
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
-from sinks.remote_write.queue import Lane, Progress, Queue, ReadRecord, Sent
+from sinks.remote_write.queue import MAX_OPEN_S, Lane, Progress, Queue, ReadRecord, Sent
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
 from sinks.series.model import primaries, samples_of
 from sinks.series.relabel import Withheld
@@ -127,7 +127,7 @@ class RemoteWritePartition:
         """Close the windows of silent nodes, and end the series of those that have nothing unfinished."""
         self._progress.at_end |= not self._enqueued
         now_s, after_s = time.monotonic(), self._shared.stale_after_s
-        for key in [key for key, read in self._open.items() if now_s - read.read_s >= read.silent_after_s(after_s)]:
+        for key in [key for key, read in self._open.items() if now_s - read.read_s >= read.open_for_s(after_s)]:
             self._close(key)
         self._queue.pump()
         # a node with an open window, or with records that wait or are in flight, is not silent
@@ -185,11 +185,11 @@ class RemoteWritePartition:
         self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
         self._logged_ms, read.log_s = record.timestamp, self._log_s
         self._fold(read, abandon)
-        after_s, due = self._shared.stale_after_s, list[bytes | None]()
+        after_s, due = min(self._shared.stale_after_s, MAX_OPEN_S), list[bytes | None]()
         for key, oldest in self._open.items():
             if self._log_s - oldest.log_s <= after_s:
                 break
-            if self._log_s - oldest.log_s > oldest.silent_after_s(after_s):
+            if self._log_s - oldest.log_s > oldest.open_for_s(after_s):
                 due.append(key)
         for key in due:  # a window that stays open in a backlog would keep all that is read after it unfinished
             self._close(key)

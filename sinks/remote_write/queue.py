@@ -57,6 +57,10 @@ BACKLOG_MS = 60_000
 STUCK_AFTER_S = 60.0
 """A backlog that has not moved for this time is not waited for."""
 
+MAX_OPEN_S = 120.0
+"""The longest time that a window stays open without a tick, because nothing after it is committed: no window is
+longer."""
+
 
 @dataclass(slots=True, eq=False)
 class ReadRecord:
@@ -77,9 +81,9 @@ class ReadRecord:
     log_s: float = 0.0
     earlier: list[tuple[Slot, SeriesTick]] = field(default_factory=list)
 
-    def silent_after_s(self, at_least_s: float) -> float:
-        """After how long without another tick its node is silent."""
-        return silent_after_s(self.sample.interval_ms if self.sample else None, at_least_s)
+    def open_for_s(self, at_least_s: float) -> float:
+        """For how long its window stays open without another tick: until its node is silent, within bounds."""
+        return min(MAX_OPEN_S, silent_after_s(self.sample.interval_ms if self.sample else None, at_least_s))
 
 
 class Sent(NamedTuple):

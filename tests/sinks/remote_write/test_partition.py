@@ -514,6 +514,20 @@ async def test_in_a_backlog_the_window_of_a_dead_node_is_sent_when_the_others_ha
     assert ("dead", 1, "delivered") in setup.outcomes
 
 
+@pytest.mark.parametrize(("stale_after_s", "interval_ms"), [(3600.0, 1000), (60.0, 600_000)])
+async def test_however_late_a_node_counts_as_silent_its_window_holds_nothing_back_for_more_than_two_minutes(
+    stale_after_s: float, interval_ms: int
+) -> None:
+    setup = in_windows(stale_after_s)
+    (away,) = seconds(1, node="away", interval_ms=interval_ms)
+    others = seconds(*range(2, 200), node="alive")
+    assert await setup.deliver_some(away, *others[:120]) is None
+    assert await setup.deliver_some(*others[120:]) == 198
+    assert ("away", 1, "delivered") in setup.outcomes
+    await setup.handler.quiet(setup.abandon)
+    assert setup.receiver.markers() == 0
+
+
 async def test_the_window_of_a_node_that_is_seldom_read_stays_open_between_its_ticks() -> None:
     setup, seldom = in_windows(stale_after_s=2.0), (1, 5, 9)
     for number in range(1, 40):
