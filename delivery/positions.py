@@ -25,8 +25,18 @@ from delivery.ledger import Partition
 
 STATE_WINDOW_MS = 10 * 60 * 1000
 
-StartFrom = Literal["earliest", "latest"] | float
-"""Where a group without offsets starts: at an end of the log, or at a time, as seconds ago."""
+
+class Back(NamedTuple):
+    """How far back a log is read: for so long, and at least so many records of each partition, because the last one of
+    a node that is read seldom is older."""
+
+    seconds: float
+    records: int
+
+
+StartFrom = Literal["earliest", "latest"] | float | Back
+"""Where a reader without offsets starts: at an end of the log, at a time, as seconds ago, or some records before that.
+"""
 
 WHOLE_LOG = math.inf  # read back the whole log, as of a compacted topic, whose oldest records still count
 _ANY_TIME_MS = 1
@@ -85,9 +95,9 @@ async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> 
 
 
 async def find_start(
-    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, last_end: int | None
+    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall: float | Back, *, last_end: int | None
 ) -> Start:
-    """Where a sink starts: ``recall_s`` before the last finished record, or at the commit if that is ``last_end``.
+    """Where a sink starts: ``recall`` before the last finished record, or at the commit if that is ``last_end``.
 
     ``last_end`` is where the last assignment of this reader ended, if it had the partition. Raises KafkaError if the
     broker does not answer: try again.
@@ -96,6 +106,7 @@ async def find_start(
     if committed is not None and committed == last_end:
         return Start(committed, committed, committed, committed, committed)
     (start,) = (await _resume(group, {tp: committed}, from_)).values()
+    recall_s, records = recall if isinstance(recall, Back) else (recall, 0)
     if recall_s == WHOLE_LOG:
         return start._replace(position=start.begin)
     if committed is None or start.is_torn or committed == start.begin:
@@ -103,7 +114,7 @@ async def find_start(
     offsets = await _offsets_before(group, {tp: {tp: committed - 1}}, int(recall_s * 1000))
     if tp not in offsets:  # there are only markers that no reader is given
         return start
-    return start._replace(position=max(start.begin, min(offsets[tp] or start.begin, committed)))
+    return start._replace(position=max(start.begin, min(offsets[tp] or start.begin, committed - records)))
 
 
 async def find_start_with_state(
@@ -151,7 +162,9 @@ async def initial_offset(offsets_at: OffsetsAt, tp: Partition, from_: StartFrom,
     """Where a reader without an offset starts, between ``begin`` and ``end`` of the log."""
     if isinstance(from_, str):
         return begin if from_ == "earliest" else end
-    return await offset_since(offsets_at, tp, int((time.time() - from_) * 1000), begin, end)
+    seconds, records = from_ if isinstance(from_, Back) else (from_, 0)
+    since = await offset_since(offsets_at, tp, int((time.time() - seconds) * 1000), begin, end)
+    return max(begin, min(since, end - records))
 
 
 async def offset_since(offsets_at: OffsetsAt, tp: Partition, since_ms: int, begin: int, end: int) -> int:

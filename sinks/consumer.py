@@ -23,7 +23,7 @@ from delivery.dead_letters import Abandoned, DeadLetters, Record
 from delivery.group import ConsumerGroup
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
-from delivery.positions import Start, StartFrom
+from delivery.positions import Back, Start, StartFrom
 from delivery.settings import DEAD_LETTERS, MemberSettings, TopicAccess
 from delivery.tail import Tail
 from delivery.topic_admin import TopicCheck
@@ -71,7 +71,7 @@ class Handler(Protocol):
 class Source(NamedTuple):
     """A topic that a sink reads, and how to make the handler of a partition, by its number.
 
-    ``from_``: where a group without offsets starts. ``recall_s``: how much of the log before the first unfinished
+    ``from_``: where a group without offsets starts. ``recall``: how much of the log before the first unfinished
     record is read back to restore the handler's state; ``WHOLE_LOG``: all of it. ``holds``: the handler may keep
     records unfinished until later ones come.
     """
@@ -79,7 +79,7 @@ class Source(NamedTuple):
     topic: str
     handler: Callable[[int], Handler]
     from_: StartFrom
-    recall_s: float
+    recall: float | Back
     holds: bool = False
 
 
@@ -187,7 +187,7 @@ class GroupReader:
             assignment = Assignment(self._group, tp, source.handler(tp.partition), self._outcomes, self._kept.get(tp))
             from_ = "earliest" if tp.topic in self._started_topics else source.from_
             task = self._tasks[assignment] = asyncio.ensure_future(
-                assignment.run(from_, source.recall_s, holds=source.holds)
+                assignment.run(from_, source.recall, holds=source.holds)
             )
             task.add_done_callback(partial(self._ended, tp))
         self._kept = {}
@@ -239,9 +239,9 @@ class Assignment:
         self._quiet_s = -_QUIET_EVERY_S
         self._unfinished: deque[int] = deque()
 
-    async def run(self, from_: StartFrom, recall_s: float, *, holds: bool = False) -> None:
+    async def run(self, from_: StartFrom, recall: float | Back, *, holds: bool = False) -> None:
         """Read and deliver until abandoned. Raises Abandoned, IllegalStateError, and whatever the handler raises."""
-        start = await self._open(from_, recall_s)
+        start = await self._open(from_, recall)
         try:
             await self._read(start.position, start.resume, holds=holds)
             if self._unfinished:
@@ -260,13 +260,13 @@ class Assignment:
             return None if end is None or self.next is None else max(0, end - self.next)
         return None
 
-    async def _open(self, from_: StartFrom, recall_s: float) -> Start:
+    async def _open(self, from_: StartFrom, recall: float | Back) -> Start:
         """Find the start offset, for as long as that takes, and seek there."""
         kept, self._kept = self._kept, None
         while not self.abandon.is_set():
             try:
                 start = await positions.find_start(
-                    self._group, self.tp, from_, recall_s, last_end=kept.next if kept is not None else None
+                    self._group, self.tp, from_, recall, last_end=kept.next if kept is not None else None
                 )
             except IllegalStateError:
                 raise

@@ -334,7 +334,7 @@ class ParquetSink:
         def handler(number: int) -> ParquetPartition:
             return ParquetPartition(HourFiles(settings.path, number), *shared)
 
-        source = Source(HOURS.name, handler, settings.from_, recall_s=0.0)
+        source = Source(HOURS.name, handler, settings.from_, recall=0.0)
         self._reader = GroupReader(settings, [source], outcomes, letters)
         async with connecting(sender):
             await self._reader.run(stop)

@@ -2,7 +2,8 @@
 
 In:       every record of gpu.attributed of this cluster, at every replica: there is no group, and nothing is committed.
 Out:      answers to requests (:mod:`sinks.metrics_api.server`).
-State:    what every pod holds now; a replica that starts reads the last 40 s, and is ready when it has.
+State:    what every pod holds now; a replica that starts reads the last 40 s, and at least the last 500 ticks of each
+          partition, and is ready when it has.
 On failure: what is not known is not answered, so that an autoscaler leaves its replicas as they are. An outage of Kafka
           is waited for, and values that are 30 s old by then are gone. A record that can't be decoded is counted;
           whoever reads the topic in a group dead-letters it.
@@ -18,6 +19,7 @@ from delivery import clock
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
 from delivery.kubernetes.client import Client
+from delivery.positions import Back
 from delivery.tail import Tail
 from sinks import http_server, outcomes
 from sinks.metrics_api.cluster import ApiServer
@@ -27,6 +29,7 @@ from sinks.metrics_api.server import Access, Api
 from sinks.metrics_api.tls import ServerTls
 from sinks.outcomes import Undecodable, decoded
 from topics.attributed import TOPIC
+from topics.samples import silent_after_s
 from topics.topic import node_key
 
 READ = "gpustream_metrics_api_records_read_total"
@@ -59,8 +62,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
 )
 
-_SINCE_S = STALE_S + 10.0
-"""What was logged before is too old; clocks differ a little."""
+_READ_BACK = Back(STALE_S + 10.0, records=500)
+"""What was logged before is too old, and clocks differ a little; but of nodes that are read seldom it is not."""
 
 _FORGET_EVERY_S = 1.0
 
@@ -78,7 +81,7 @@ class MetricsApiSink:
         self._holdings = Holdings()
         self._mine = node_key(settings.cluster, "")
         self._tail = Tail(
-            settings.connection(), {TOPIC.name: _SINCE_S}, self.take, client_id=f"gpustream-sink-{self.name}"
+            settings.connection(), {TOPIC.name: _READ_BACK}, self.take, client_id=f"gpustream-sink-{self.name}"
         )
         self._cluster: ApiServer | None = None
         if settings.custom_metrics is not None:
@@ -143,7 +146,7 @@ class MetricsApiSink:
                 age_s = (now_ms - min(tick.ts_ms, record.timestamp if record.timestamp > 0 else tick.ts_ms)) / 1000
                 verdict = self._holdings.add_tick(tick, time.monotonic(), age_s)
                 self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
-                if verdict != "replay":
+                if verdict != "replay" and age_s < silent_after_s(tick.interval_ms, STALE_S):
                     self._instruments.histogram(DELAY).observe(max(0.0, now_ms / 1000 - tick.ts_ms / 1000))
 
     async def _forget(self) -> None:

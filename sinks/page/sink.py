@@ -2,8 +2,9 @@
 
 In:       gpu.attributed, gpu.alerts and gpu.usage, every record at every replica: in no group, nothing is committed.
 Out:      the page, and what it shows (:mod:`sinks.page.server`).
-State:    what is shown (:mod:`sinks.page.fleet`). At its start it reads the last 2 minutes of ticks, all alerts and the
-          last day of usage, and then it is ready. The history of devices begins there.
+State:    what is shown (:mod:`sinks.page.fleet`). At its start it reads the last 2 minutes of ticks and at least the
+          last 500 of each partition, all alerts and the last day of usage, and then it is ready. The history of devices
+          begins there.
 On failure: it waits while Kafka is away, and shows nodes as silent. It counts records that can't be decoded; a consumer
           that reads the topic in a group writes their dead letters.
 """
@@ -18,17 +19,18 @@ from functools import partial
 from delivery import clock
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
-from delivery.positions import StartFrom
+from delivery.positions import Back, StartFrom
 from delivery.tail import Tail
 from delivery.values import Address
 from sinks import alerts, http_server, outcomes
 from sinks.outcomes import Undecodable, decoded
 from sinks.page.config import PAGE_ADDRESS, PageSettings
-from sinks.page.fleet import USAGE_HOURS, Fleet
+from sinks.page.fleet import SILENT_S, USAGE_HOURS, Fleet
 from sinks.page.server import PageMetrics, PageServer
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
+from topics.samples import silent_after_s
 from topics.topic import decoder
 from topics.usage import HOUR_MS, HOURS, Usage
 
@@ -60,7 +62,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
 )
 
-_TICKS_S = 120.0
+_TICKS = Back(120.0, records=500)
 _EXPIRE_EVERY_S = 1.0
 
 _decode_tick, _decode_usage = decoder(AttributedSample), decoder(Usage)
@@ -78,7 +80,7 @@ class PageSink:
         self.registry = self._instruments.registry
         self.fleet = Fleet(clock.now_ms(), settings.team_label)
         from_: dict[str, StartFrom] = {
-            ATTRIBUTED.name: _TICKS_S,
+            ATTRIBUTED.name: _TICKS,
             ALERTS.name: "earliest",
             HOURS.name: USAGE_HOURS * 3600.0,
         }
@@ -135,7 +137,8 @@ class PageSink:
                     # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
                     tick, now_ms = decoded(record, _decode_tick, topic), clock.now_ms()
                     age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
-                    if is_new := self.fleet.add_tick(tick, time.monotonic(), age_s) != "replay":
+                    is_new = self.fleet.add_tick(tick, time.monotonic(), age_s) != "replay"
+                    if is_new and age_s < silent_after_s(tick.interval_ms, SILENT_S):
                         self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))
                 elif record.value is None:  # its key was deleted: its hour is more than a day ago
                     is_new = False

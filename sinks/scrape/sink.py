@@ -22,6 +22,7 @@ import msgspec
 from delivery import replays
 from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
+from delivery.positions import Back
 from delivery.replays import LastTick
 from delivery.sender import Sender
 from delivery.tasks import Turns
@@ -79,6 +80,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
 _STEP = 50
+_RECALLED = 100
+"""So many records of a partition are read back at least: the last tick of a node that is read seldom is old."""
 
 
 @dataclass(slots=True)
@@ -269,7 +272,7 @@ class ScrapeSink:
             return partition
 
         recall_s = settings.stale_after_s + 2 * (settings.resolution_s or 0.0)  # the shown window and the open one
-        source = Source(TOPIC.name, handler, settings.from_, recall_s)
+        source = Source(TOPIC.name, handler, settings.from_, Back(recall_s, _RECALLED))
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(following(settings, translator, self._instruments, COMPONENT))
             if settings.scrape_listen is not None:

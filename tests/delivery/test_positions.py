@@ -8,7 +8,7 @@ import pytest
 
 from delivery import positions
 from delivery.ledger import Partition
-from delivery.positions import STATE_WINDOW_MS, WHOLE_LOG, ReadState, Start
+from delivery.positions import STATE_WINDOW_MS, WHOLE_LOG, Back, ReadState, Start
 from tests.sinks.records import ConsumedRecord, FakeGroup
 from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
@@ -20,9 +20,12 @@ LOG = [ConsumedRecord(offset, b"", offset * 1000) for offset in range(10, 200)]
 
 
 async def find(
-    consumer: FakeGroup, from_: str | float = "earliest", recall_s: float = 60, known_offset: int | None = None
+    consumer: FakeGroup,
+    from_: str | float | Back = "earliest",
+    recall: float | Back = 60,
+    known_offset: int | None = None,
 ) -> Start:
-    start = positions.find_start(consumer, TP, from_, recall_s, last_end=known_offset)  # type: ignore[arg-type]
+    start = positions.find_start(consumer, TP, from_, recall, last_end=known_offset)  # type: ignore[arg-type]
     return await asyncio.wait_for(start, 10)
 
 
@@ -83,6 +86,15 @@ async def test_the_minute_before_the_last_finished_record_is_read_back() -> None
     assert await find(FakeGroup(LOG, group=150, begin=10)) == Start(10, 89, 150, 200, 150)
 
 
+async def test_some_records_are_read_back_however_old_they_are() -> None:
+    seldom = [ConsumedRecord(offset, b"", offset * 600_000) for offset in range(10, 200)]
+    assert (await find(FakeGroup(seldom, group=150, begin=10), recall=Back(60.0, 5))).position == 145
+    assert (await find(FakeGroup(seldom, group=150, begin=148), recall=Back(60.0, 5))).position == 148
+    assert (await find(FakeGroup(LOG, group=150, begin=10), recall=Back(60.0, 5))).position == 89
+    assert (await find(FakeGroup(seldom, begin=10), Back(60.0, 5))).position == 195
+    assert (await find(FakeGroup(seldom, begin=10), Back(60.0, 500))).position == 10
+
+
 async def test_no_more_is_read_back_than_the_log_has() -> None:
     assert await find(FakeGroup(LOG, group=20, begin=10)) == Start(10, 10, 20, 200, 20)
 
@@ -92,9 +104,9 @@ async def test_everything_is_read_back_if_the_broker_knows_no_times() -> None:
 
 
 async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG) == Start(10, 10, 150, 200, 150)
-    assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE_LOG) == Start(10, 10, 200, 200, None)
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known_offset=150) == AT_THE_END
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall=WHOLE_LOG) == Start(10, 10, 150, 200, 150)
+    assert await find(FakeGroup(LOG, begin=10), "latest", recall=WHOLE_LOG) == Start(10, 10, 200, 200, None)
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall=WHOLE_LOG, known_offset=150) == AT_THE_END
 
 
 async def test_nothing_is_read_back_if_the_last_assignment_ended_exactly_at_the_commit() -> None:
@@ -122,7 +134,7 @@ async def test_an_offset_with_nothing_but_control_records_is_skipped() -> None:
 
 @pytest.mark.parametrize("recall_s", [0.0, 1.0])
 async def test_the_last_finished_record_itself_is_read_back(recall_s: float) -> None:
-    assert (await find(FakeGroup(LOG, group=150, begin=10), recall_s=recall_s)).position == 149 - int(recall_s)
+    assert (await find(FakeGroup(LOG, group=150, begin=10), recall=recall_s)).position == 149 - int(recall_s)
 
 
 # -- with state

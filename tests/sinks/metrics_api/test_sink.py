@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from delivery.ledger import Partition
+from delivery.positions import StartFrom, initial_offset
 from delivery.values import Address
 from sinks.metrics_api.config import MetricsApiSettings
 from sinks.metrics_api.sink import MetricsApiSink
@@ -17,7 +19,7 @@ from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.sinks.conftest import sample
 from tests.sinks.metrics_api.ticks import device, of_deployment
-from tests.sinks.records import ConsumedRecord, encoded
+from tests.sinks.records import ConsumedRecord, FakeGroup, encoded
 from topics.attributed import TOPIC
 
 NOWHERE = "127.0.0.1:1"
@@ -76,6 +78,25 @@ async def test_a_tick_that_comes_late_counts_only_while_it_is_not_too_old(
     assert sink.not_ready()
     stop.set()
     await running
+
+
+async def test_a_replica_that_starts_has_every_node_also_if_each_is_read_once_in_five_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the sum of a workload would be that of the few pods whose nodes were read in the last seconds."""
+    start: dict[str, StartFrom] = {}
+    monkeypatch.setattr("sinks.metrics_api.sink.Tail", lambda _, from_, *__, **___: start.update(from_))
+    sink, log = MetricsApiSink(SETTINGS), []
+    for offset, age_s in enumerate(range(3000, 0, -30)):  # ten nodes, one after the other
+        node = {"node": f"n{offset % 10}", "interval_ms": 300_000}
+        log.append(record(offset, USED, age_s=age_s, logged_s=age_s, **node)._replace(offset=offset))
+    kafka: Any = FakeGroup(log)
+    offset = await initial_offset(kafka.offsets_at, Partition(TOPIC.name, 0), start[TOPIC.name], 0, len(log))
+    sink.take(TOPIC.name, log[offset:])
+    sink._holdings.expire(time.monotonic())
+    assert len(sink._holdings) == 10
+    delays = {sample.name: sample.value for family in sink.registry.collect() for sample in family.samples}
+    assert delays["gpustream_metrics_api_delay_seconds_sum"] < 31 * 900, "of what is answered, and not of the past"
 
 
 def test_every_record_is_accounted_for() -> None:

@@ -6,10 +6,14 @@ import socket
 import aiohttp
 import pytest
 
+from delivery.ledger import Partition
+from delivery.positions import find_start
 from delivery.values import Address
+from sinks.consumer import Source
 from sinks.http_server import ListenError
 from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
+from tests.sinks.records import ConsumedRecord, FakeGroup
 
 NOWHERE = "127.0.0.1:1"
 
@@ -45,3 +49,23 @@ async def test_without_kafka_it_serves_what_it_has_and_says_why_it_is_not_ready(
 
     stop.set()
     await running
+
+
+async def test_a_sink_that_starts_reads_back_nodes_that_are_read_once_in_five_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Source] = []
+
+    class Reader:
+        def __init__(self, _: object, sources: list[Source], *__: object) -> None:
+            read.extend(sources)
+
+        async def run(self, _: object) -> None:
+            """Read nothing."""
+
+    monkeypatch.setattr("sinks.scrape.sink.GroupReader", Reader)
+    await asyncio.wait_for(ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=None)).run(asyncio.Event()), 20)
+    ten_nodes = FakeGroup([ConsumedRecord(offset, b"", offset * 30_000) for offset in range(200)], group=200)
+    tp = Partition(read[0].topic, 0)
+    start = await find_start(ten_nodes, tp, "latest", read[0].recall, last_end=None)  # type: ignore[arg-type]
+    assert start.position <= 190
