@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -34,7 +35,7 @@ from sinks import outcomes, receiver
 from sinks.alerts import Transitions, batches, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
-from sinks.receiver import BACKOFF_FIRST_S, MISCONFIGURED, Http, Post, Receiver, Request
+from sinks.receiver import BACKOFF_FIRST_S, MISCONFIGURED, Http, Post, Receiver, Request, address_of
 from sinks.settings import ALERTS_PATH, AlertmanagerSettings
 from topics.alerts import TOPIC, Alert
 
@@ -189,11 +190,14 @@ class Notifier:
         *,
         first_s: float = BACKOFF_FIRST_S,
     ) -> None:
+        base = url.rstrip("/")
+        beside = [other for other in settings.urls if other != url and address_of(other) == address_of(url)]
         self.receiver = Receiver(
-            url.rstrip("/") + ALERTS_PATH,
+            base + ALERTS_PATH,
             post,
             COMPONENT,
             instruments,
+            name=address_of(url) + (urlsplit(base).path if beside else ""),
             first_s=first_s,
             on_recovery=self._recovered,
             empty=Request(b"[]", _HEADERS),

@@ -104,7 +104,7 @@ class Http:
         if url not in self._proxies:
             proxy = self._proxies[url] = proxy_of(url)
             if proxy is not None:
-                log.info("%s: reached through the proxy %s", _address(url), _address(proxy))
+                log.info("%s: reached through the proxy %s", address_of(url), address_of(proxy))
         try:
             credentials, context = self._credentials.current()
             async with self._session.post(
@@ -148,7 +148,7 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:_LINE_CHARACTERS]
 
 
-def _address(url: str) -> str:
+def address_of(url: str) -> str:
     """The host and the port of a URL, without user and password."""
     return urlsplit(url).netloc.rpartition("@")[2]
 
@@ -250,7 +250,7 @@ def instruments(requests: str, seconds: str, failing: str) -> tuple[Instrument, 
 
 
 class Receiver:
-    """The receiver at one URL. At most ``at_once`` attempts are in flight.
+    """The receiver at one URL. At most ``at_once`` attempts are in flight. ``name`` is its label: its address if None.
 
     After ``most_refused`` refusals in a row, a refused request is retried, until one is accepted. ``on_recovery`` is
     called when the receiver answers again. ``first_s``: the first wait before a retry. ``empty``: a request that says
@@ -264,13 +264,14 @@ class Receiver:
         component: str,
         instruments: Instruments,
         *,
+        name: str | None = None,
         at_once: int = 1,
         most_refused: float = math.inf,
         first_s: float = BACKOFF_FIRST_S,
         on_recovery: Callable[[], None] = lambda: None,
         empty: Request | None = None,
     ) -> None:
-        self.name = _address(url)
+        self.name = address_of(url) if name is None else name
         self._url, self._post, self._instruments, self._prefix = url, post, instruments, f"gpustream_{component}"
         self._slots = asyncio.Semaphore(at_once)
         self._most_refused, self._first_s, self._on_recovery = most_refused, first_s, on_recovery
