@@ -47,7 +47,7 @@ def _filter_options(function: Callable[..., Any]) -> Callable[..., Any]:
     decorators = (
         option("--since", "since_s", type=DURATION, default="7d", help="Letters of this time, from now back."),
         option("--topic", help="Only letters of records of this topic."),
-        option("--stage", help="Only letters of this component, such as attribution or remote_write."),
+        option("--stage", help="Only letters of this component, such as attribution or remote-write."),
         option("--reason", help="Only letters of this reason, as the list has it."),
         option("--key", metavar="CLUSTER/NODE", help="Only letters of this node: the key of their records."),
     )

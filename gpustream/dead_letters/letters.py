@@ -83,8 +83,15 @@ class LetterFilter(NamedTuple):
     def __contains__(self, letter: object) -> bool:
         if not isinstance(letter, Letter) or (self.ids and letter.id not in self.ids):
             return False
-        values = (letter.cause.origin.topic, letter.cause.stage, letter.cause.reason, letter.key_text)
-        return all(expected is None or expected == value for expected, value in zip(self[:4], values, strict=True))
+        expected = (self.topic, self.stage and _component(self.stage), self.reason, self.key)
+        cause = letter.cause
+        values = (cause.origin.topic, _component(cause.stage), cause.reason, letter.key_text)
+        return all(wanted is None or wanted == value for wanted, value in zip(expected, values, strict=True))
+
+
+def _component(stage: str) -> str:
+    """The name of a component, however it is written: ``sink remote-write`` is ``remote-write`` or ``remote_write``."""
+    return stage.removeprefix("sink ").replace("_", "-")
 
 
 async def letters(reader: History, since_s: float) -> AsyncIterator[Letter]:

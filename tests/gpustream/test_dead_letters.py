@@ -39,6 +39,14 @@ def test_letters_are_chosen_by_all_that_is_given(letters_filter: LetterFilter, e
     assert {dead_letter.id.offset for dead_letter in letters if dead_letter in letters_filter} == expected
 
 
+@pytest.mark.parametrize("stage", ["sink remote-write", "remote-write", "remote_write"])
+def test_the_letters_of_a_sink_are_chosen_by_any_way_to_write_its_name(stage: str) -> None:
+    by_sink = letter(0)._replace(cause=letter(0).cause._replace(stage="sink remote-write"))
+
+    assert by_sink in LetterFilter(stage=stage)
+    assert by_sink not in LetterFilter(stage="attribution")
+
+
 def test_rows_of_several_letters_say_what_they_have_in_common() -> None:
     first, second = letter(1), letter(2, key="c/m")._replace(resubmitted=True)
     merged = merge_groups(group_of(first), group_of(second))
