@@ -19,8 +19,15 @@ PageListen = Annotated[
 ]
 PAGE_ADDRESS = Address("127.0.0.1", 9402)
 _PREFIX = re.compile(r"/([A-Za-z0-9._~-]+/)*")
+
+
+def host_name(text: str) -> str:
+    """The name in a Host header, or in the option: in lower case, without a port, brackets, and a dot at its end."""
+    return re.sub(r":\d*$", "", text.strip()).strip("[]").removesuffix(".").lower()
+
+
 HOST_NAMES = Text(
-    "NAME[,...]", lambda text: tuple(map(str.strip, text.lower().split(","))), "gpus.example.com", show=",".join
+    "NAME[,...]", lambda text: tuple(filter(None, map(host_name, text.split(",")))), "gpus.example.com", show=",".join
 )
 
 

@@ -9,7 +9,6 @@ On failure: a page that reads nothing for 20 s loses its connection, and connect
 import asyncio
 import contextlib
 import ipaddress
-import re
 import time
 from collections import Counter as Count
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
@@ -22,6 +21,7 @@ from prometheus_client import Counter, Gauge
 
 from delivery.clock import now_ms
 from sinks.page import frames
+from sinks.page.config import host_name
 from sinks.page.fleet import Fleet
 from sinks.page.frames import Versions
 from topics.catalogue import CATALOGUE
@@ -230,7 +230,7 @@ class PageServer:
 
 def is_own(header: str, hosts: Collection[str]) -> bool:
     """Whether a Host header can't be a web site's: it is an address, localhost or one of these names, or is missing."""
-    name = re.sub(r":\d*$", "", header).strip("[]").removesuffix(".").lower()
+    name = host_name(header)
     if name in ("", "localhost", *hosts) or name.endswith(".localhost"):
         return True
     with contextlib.suppress(ValueError):

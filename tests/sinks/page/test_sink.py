@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from delivery.values import Address
-from sinks.page.config import PageSettings
+from sinks.page.config import HOST_NAMES, PageSettings
+from sinks.page.server import is_own
 from sinks.page.sink import PageSink
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
@@ -26,6 +27,17 @@ def test_every_error_of_the_settings_is_reported() -> None:
     for prefix in ("", "gpus", "/gpus", "gpus/", "//", "/a b/", "/<x>/"):
         (wrong,) = replace(SETTINGS, page_prefix=prefix).errors()
         assert wrong.startswith("--page-prefix:")
+
+
+@pytest.mark.parametrize("text", ["gpus.example.com", "GPUs.example.com:443", "a.example.com, gpus.example.com.,"])
+def test_a_name_by_which_the_page_may_be_asked_for_is_the_same_however_it_is_written(text: str) -> None:
+    names = HOST_NAMES.convert(text, None, None)
+    assert all(is_own(header, names) for header in ("gpus.example.com", "gpus.example.com:443", "gpus.example.com."))
+    assert not is_own("evil.example.com", names)
+
+
+def test_an_empty_page_host_is_as_none() -> None:
+    assert HOST_NAMES.convert("", None, None) == ()
 
 
 def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
