@@ -57,6 +57,26 @@ async def test_the_newest_sample_of_each_node_is_found_by_any_profiles_labels(se
     assert prometheus.newest_ms == {NodeName("c", "n"): 1500, NodeName("c", "m"): 3000}
 
 
+async def test_the_newest_sample_is_found_where_a_file_of_counters_leaves_out_gpu_info() -> None:
+    series = {"DCGM_FI_DEV_XID_ERRORS": {"n"}, "DCGM_FI_DEV_GPU_UTIL": {"n", "m"}}
+
+    async def query(request: web.Request) -> web.Response:
+        expression = request.query["query"]
+        if "__name__" in expression:
+            rows = [({"__name__": name}, str(len(nodes))) for name, nodes in series.items()]
+        else:
+            selected = next((nodes for name, nodes in series.items() if f"timestamp({name})" in expression), ())
+            rows = [({"cluster": "c", "hostname": node}, "2") for node in selected]
+        result = [{"metric": labels, "value": [0, value]} for labels, value in rows]
+        return web.json_response({"status": "success", "data": {"resultType": "vector", "result": result}})
+
+    app = web.Application()
+    app.router.add_get("/api/v1/query", query)
+    async with TestServer(app) as prometheus:
+        found = await query_prometheus(str(prometheus.make_url("/")))
+    assert found.newest_ms == {NodeName("c", "n"): 2000, NodeName("c", "m"): 2000}
+
+
 async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServer, unused_tcp_port: int) -> None:
     away = f"http://user:secret@127.0.0.1:{unused_tcp_port}"
     (component,), prometheus = await query_components([away]), await query_prometheus(f"{server.make_url('/x')}")
