@@ -361,6 +361,8 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
             "prometheus_config_last_reload_successful is 0",
             "`promtool check config FILE` names the line; then reload it",
         )
+    if server.newest_ms and not any(name.node for name in server.newest_ms):
+        return CheckResult("of which node its series are is not known: no label of theirs says it", findings)
     newest = {
         name: node.newest_attributed_ms
         for name, node in evidence.nodes.items()

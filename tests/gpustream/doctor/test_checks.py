@@ -259,6 +259,15 @@ def test_components_that_are_away_or_not_ready_are_found() -> None:
     ]
 
 
+def test_of_series_that_name_no_node_nothing_is_said_of_nodes() -> None:
+    """As with --labels pod-devices."""
+    situation = see(healthy(["n", "m"]))
+    nameless = Prometheus("http://p", {NodeName("", ""): situation.now_ms}, broken_rules={"r": "bad"})
+
+    finding = only_finding(situation._replace(prometheus=nameless))
+    assert finding.finding == "http://p: the rule r fails"
+
+
 def test_a_node_whose_newest_tick_prometheus_lacks_is_found() -> None:
     situation = see(healthy(["n", "m"]))
     newest_ms = {NodeName("c", "n"): situation.now_ms}
