@@ -31,6 +31,9 @@ COMMITS_AFTER_MS = {"gpustream-usage": 75_000, "gpustream-sink-parquet": 60_000}
 IN_PROMETHEUS_MS = 240_000
 """An instant query finds a sample for five minutes."""
 
+SCRAPED_AFTER_MS = 60_000
+"""By default Prometheus scrapes once in so long, and that is how old its newest sample may be."""
+
 NOT_KNOWN = "not known"
 
 _MAX_PARTITIONS = 5
@@ -368,14 +371,14 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
         for name, node in evidence.nodes.items()
         if situation.now_ms - node.newest_attributed_ms < IN_PROMETHEUS_MS
     }
-    late = {
-        name: newest_ms for name, newest_ms in newest.items() if newest_ms - server.newest_ms.get(name, 0) > BEHIND_MS
-    }
     sinks = [
         group
         for group in situation.groups or ()
         if group.name.startswith("gpustream-sink-") and attributed.TOPIC.name in {tp.topic for tp in group.committed}
     ]
+    is_scraped = any(group.name.startswith("gpustream-sink-scrape") for group in sinks)
+    behind_ms = BEHIND_MS + (SCRAPED_AFTER_MS if is_scraped else 0)
+    late = {name: at_ms for name, at_ms in newest.items() if at_ms - server.newest_ms.get(name, 0) > behind_ms}
     lagging = [group for group in sinks if any(is_behind(situation, group, lag.oldest_ms) for lag in group.lags)]
     summary = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
     if late and len(lagging) == len(sinks) > 0:  # it has all that the sinks have finished

@@ -277,6 +277,20 @@ def test_a_node_whose_newest_tick_prometheus_lacks_is_found() -> None:
     assert only_finding(situation._replace(prometheus=Prometheus("http://p", {}, "refused"))).cause == "refused"
 
 
+@pytest.mark.parametrize(("sink", "allowed_s"), [("remote-write", 30), ("scrape", 90)])
+def test_prometheus_may_have_older_samples_of_what_it_scrapes_once_a_minute(sink: str, allowed_s: int) -> None:
+    situation = see(healthy())
+    taken = {Partition("gpu.attributed", 0): 1}
+    groups = [READING, Group(f"gpustream-sink-{sink}", "Stable", 1, (), taken)]
+
+    def seen(age_s: int) -> Situation:
+        newest_ms = {NodeName("c", "n"): situation.now_ms - age_s * 1000}
+        return situation._replace(groups=groups, prometheus=Prometheus("http://p", newest_ms))
+
+    assert findings_of(seen(allowed_s)) == {}
+    assert only_finding(seen(allowed_s + 1)).finding == "c/n: Prometheus does not have its newest samples"
+
+
 def test_many_findings_are_a_screen_of_text_and_all_of_them_in_json() -> None:
     records = [
         make(node=f"n{node}") for node in range(100) for make in (snapshot, partial(sample, 1), partial(sample, 3))
