@@ -9,7 +9,7 @@ On failure: what is wrong with Prometheus, on standard error. Exit code 1 for th
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -52,7 +52,7 @@ class PrometheusClient:
         self._at_s = at_s
 
     async def readings(self, matchers: str, window_s: float) -> list[Reading]:
-        """Every series of GPUs in the window that the matchers select."""
+        """Every series of GPUs that the matchers select: its samples in the window, else its last one before it."""
         matchers_text = matchers.strip()
         matchers_text = (
             matchers_text[1:-1] if matchers_text.startswith("{") and matchers_text.endswith("}") else matchers_text
@@ -63,11 +63,11 @@ class PrometheusClient:
         readings: list[Reading] = []
         for start in range(0, len(names), _NAMES_PER_QUERY):
             selector = f'{{__name__=~"{"|".join(names[start : start + _NAMES_PER_QUERY])}"{extra_matchers}}}'
-            current_series = {frozenset(series["metric"].items()) for series in await self._query(selector)}
+            current = {frozenset(series["metric"].items()): series for series in await self._query(selector)}
             for series in await self._query(f"{selector}[{int(window_s * 1000)}ms]"):
-                samples = [Sample(float(at_s), float(value)) for at_s, value in series["values"]]
-                ended = frozenset(series["metric"].items()) not in current_series
-                readings.append(Reading(series["metric"], tuple(samples), ended))
+                ended = current.pop(frozenset(series["metric"].items()), None) is None
+                readings.append(Reading(series["metric"], _samples(series["values"]), ended))
+            readings += [Reading(series["metric"], _samples([series["value"]])) for series in current.values()]
         return readings
 
     async def _query(self, expression: str) -> list[dict[str, Any]]:
@@ -89,6 +89,10 @@ class PrometheusClient:
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
             reason = " ".join(text[:_MAX_ERROR_CHARS].split())
         raise PrometheusError(f"{self._url} answered {reply.status}: {reason}")
+
+
+def _samples(pairs: Iterable[tuple[float, str]]) -> tuple[Sample, ...]:
+    return tuple([Sample(float(at_s), float(value)) for at_s, value in pairs])
 
 
 async def gather(

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -344,3 +345,17 @@ async def test_braces_of_matchers_are_taken_off_in_pairs(
         await PrometheusClient("http://127.0.0.1:1", None, None, 0.0).readings(matchers, 60)  # type: ignore[arg-type]
 
     assert str(error.value).endswith(f'"{rejected})')
+
+
+async def test_a_series_whose_last_sample_is_older_than_the_window_is_there_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with an --interval or a --resolution of two minutes: a query for now finds it."""
+    labels = {"__name__": "gpu_utilization", "gpu_uuid": "GPU-a"}
+
+    async def query(_: PrometheusClient, expression: str) -> list[dict[str, Any]]:
+        return [] if expression.endswith("ms]") else [{"metric": labels, "value": [1000.0, "0.5"]}]
+
+    monkeypatch.setattr(PrometheusClient, "_query", query)
+    client = PrometheusClient("http://p", None, None, 1000.0)  # type: ignore[arg-type]
+    assert await client.readings("", 120.0) == [Reading(labels, (Sample(1000.0, 0.5),))]
