@@ -19,7 +19,7 @@ from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice, TickHolder, TickParts
 from topics.attributed import by_pod
 from topics.idleness import IDLE_BELOW, Activity, activity_of, work_of
-from topics.samples import Process, silent_after_s
+from topics.samples import Process, silent_after_ms, silent_after_s
 
 SILENT_S = 15.0
 """A node that has sent no tick for this long, and for three of its intervals, is silent: its values are old, and are
@@ -90,7 +90,7 @@ class RecentMeans:
         if slot < self._slot:
             return
         if slot > self._slot:
-            is_gap = self._slot < 0 or (slot - self._slot) * self._slot_ms > silent_after_s(interval_ms, 0) * 1000
+            is_gap = self._slot < 0 or (slot - self._slot) * self._slot_ms > silent_after_ms(interval_ms, 0)
             for ring, value in zip(self._rings, values, strict=True):
                 for missed in range(max(self._slot + 1, slot - slots + 1), slot):
                     ring[missed % slots] = math.nan if is_gap or value is None else value

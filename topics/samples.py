@@ -144,12 +144,17 @@ MISSED_INTERVALS = 3
 LONGEST_INTERVAL_MS = 3_600_000
 
 
-def silent_after_s(interval_ms: int | None, at_least_s: float) -> float:
+def silent_after_ms(interval_ms: int | None, at_least_ms: int) -> int:
     """After how long without a tick a node is silent: three of its intervals, but not less than this.
 
     ``interval_ms`` is that of its last tick; more than an hour counts as an hour.
     """
-    return max(at_least_s, MISSED_INTERVALS * min(interval_ms or 0, LONGEST_INTERVAL_MS) / 1000)
+    return max(at_least_ms, MISSED_INTERVALS * min(interval_ms or 0, LONGEST_INTERVAL_MS))
+
+
+def silent_after_s(interval_ms: int | None, at_least_s: float) -> float:
+    """The same in seconds."""
+    return max(at_least_s, silent_after_ms(interval_ms, 0) / 1000)
 
 
 TOPIC = Topic(

@@ -13,9 +13,9 @@ from gpustream.doctor.evidence import Evidence, NodeEvidence, NodeName, SampledR
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples, workloads
-from topics.samples import silent_after_s
+from topics.samples import silent_after_ms
 
-SILENT_S = 30.0
+SILENT_MS = 30_000
 """A node is silent if it has sent no tick for so long, and for three of its intervals."""
 
 BUFFERED_MS = 2_000
@@ -102,7 +102,7 @@ def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvide
     silent = {
         name: run
         for name, run in last_runs.items()
-        if situation.now_ms - run.last_logged_ms > silent_after_s(run.interval_ms, SILENT_S) * 1000
+        if situation.now_ms - run.last_logged_ms > silent_after_ms(run.interval_ms, SILENT_MS)
     }
     if len(silent) == len(sending):
         newest_ms = max(node.last_logged_ms for node in sending.values())

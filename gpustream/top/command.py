@@ -125,8 +125,9 @@ def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float
     fleet.age(at_s)
     nodes = fleet.nodes.values()
     quiet_s = at_s - max((node.at_s for node in nodes), default=began_s)
-    all_silent = all(at_s - node.at_s > silent_after_s(node.interval_ms, _QUIET_S) for node in nodes)
-    is_quiet = quiet_s > _QUIET_S and all_silent
+    is_quiet = quiet_s > _QUIET_S and all(
+        at_s - node.at_s > silent_after_s(node.interval_ms, _QUIET_S) for node in nodes
+    )
     quiet = f"no tick for {quiet_s:.0f} s: Kafka is away, or nothing is sent" if is_quiet else ""
     flow = fleet.flow()
     facts = [f"{flow.ticks_per_s:,.0f} ticks/s"]

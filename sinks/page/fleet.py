@@ -21,7 +21,7 @@ from delivery.replays import LastTick, Verdict
 from topics.alerts import Alert
 from topics.attributed import AttributedDevice, AttributedSample, by_pod
 from topics.idleness import device_activity
-from topics.samples import silent_after_s
+from topics.samples import silent_after_ms, silent_after_s
 from topics.times import epoch_ms
 from topics.topic import Number
 from topics.usage import HOUR_MS, Usage
@@ -118,7 +118,7 @@ class ShownDevice:
             self.spans.clear()
         if step <= self.step:
             return
-        is_gap = (step - self.step) * STEP_MS > silent_after_s(interval_ms, STEP_MS / 1000) * 1000
+        is_gap = (step - self.step) * STEP_MS > silent_after_ms(interval_ms, STEP_MS)
         sign, metrics = (b" ", {}) if is_gap else (self.sign, self.last.metrics)
         for missing in range(max(self.step + 1, step - STEPS + 1), step) if self.step else ():
             self._set_reading(missing % STEPS, sign, metrics)

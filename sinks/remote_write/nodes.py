@@ -40,8 +40,7 @@ class _Node:
 
     ``last`` identifies its last tick, which was settled at ``settled_s`` and had this ``interval_ms``. ``ts_ms`` and
     ``open``: the time and the series of the last tick that was accepted. ``proven``: this process has sent that tick,
-    and all of it was accepted.
-    ``refused``: nothing of its last tick was accepted.
+    and all of it was accepted. ``refused``: nothing of its last tick was accepted.
     ``size``: that of a tick with just these series and no ends, None if it is not computed yet.
     """
 

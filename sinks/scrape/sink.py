@@ -79,6 +79,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
+
 _STEP = 50
 _RECALLED = 100
 """So many records of a partition are read back at least: the last tick of a node that is read seldom is old."""

@@ -49,11 +49,11 @@ from streams.alerts.text.describe import api_status, describe, describe_silence
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
 from topics.alerts import Alert, Tracked, fingerprint
-from topics.samples import silent_after_s
+from topics.samples import silent_after_ms
 from topics.times import MAX_TIME_MS, epoch_ms
 from topics.workloads import MAINTENANCE
 
-MAX_GAP_S = 60.0  # after longer without evidence the ``for`` of a pending condition starts again
+MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending condition starts again
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
 REPORT_MS = 3_600_000  # how often a part of a group is reported again, to update the group's figures
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node counts as removed
@@ -183,7 +183,7 @@ def _pending(condition: Tracked, finding: Finding | None, context: _Context) -> 
     now_ms, before_ms, holds = context.tick.ts_ms, context.state.last_ts_ms, _holds(condition, finding, context)
     blind_ms = before_ms if condition.blind_ms is None else condition.blind_ms
     in_doubt = holds is None or condition.blind_ms is not None
-    gap_ms = silent_after_s(context.tick.interval_ms, MAX_GAP_S) * 1000
+    gap_ms = silent_after_ms(context.tick.interval_ms, MAX_GAP_MS)
     restarts = not 0 <= now_ms - before_ms <= gap_ms or (in_doubt and now_ms - blind_ms > gap_ms)
     if holds is None and not restarts:
         return (condition if condition.blind_ms is not None else _replace(condition, blind_ms=blind_ms)), None
@@ -332,10 +332,10 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
     later if a rule about silent nodes waits so long. Alerts in the state that are not written yet are written first:
     the worker that decided them has ended.
     """
-    longest_ms = max([rule.for_ms for rule in rules.of("node_silent")], default=0)
-    forget_ms = FORGET_MS if longest_ms < FORGET_MS else longest_ms + FORGET_MS
     if has_unwritten(state):
         return announce(state)
+    longest_ms = max([rule.for_ms for rule in rules.of("node_silent")], default=0)
+    forget_ms = FORGET_MS if longest_ms < FORGET_MS else longest_ms + FORGET_MS
     if removed_ms is not None and removed_ms + LEAVING_MS >= state.logged_ms:
         after = retire(state, state.last_ts_ms)
     elif now_ms - state.logged_ms >= forget_ms:
@@ -352,16 +352,16 @@ def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAle
     if is_retired(state) or state.maintenance is not None:
         return state
     for rule in rules.of("node_silent"):
+        for_ms = silent_after_ms(state.interval_ms, rule.for_ms)
+        if lasted_ms < for_ms:
+            continue
         new = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
         before = next((condition for condition in state.tracked if identity(condition) == identity(new)), new)
-        for_s = silent_after_s(state.interval_ms, rule.for_ms / 1000)
-        if lasted_ms < for_s * 1000:
-            continue
         alert = before.alert
         if alert is None:
-            starts_ms = min(state.last_ts_ms + round(for_s * 1000), MAX_TIME_MS)
+            starts_ms = min(state.last_ts_ms + for_ms, MAX_TIME_MS)
             described = describe_silence(rule, state, state.memory, rules.wording)
-            alert = firing_alert(rule, new, state, starts_ms, for_s, described)
+            alert = firing_alert(rule, new, state, starts_ms, for_ms / 1000, described)
         if alert.severity != "critical" and 0 < rule.critical_ms <= lasted_ms:
             alert = _replace(_critical(alert), revision=alert.revision + (before.alert is not None))
         if alert is not before.alert or before.ceased_ms is not None:

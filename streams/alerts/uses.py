@@ -21,10 +21,10 @@ import msgspec
 from streams.alerts.tick import Device, Metrics, Tick
 from topics.attributed import PodRef
 from topics.idleness import IDLE_BELOW, part_of
-from topics.samples import silent_after_s
+from topics.samples import silent_after_ms
 
 STEP_MS = 300_000
-GAP_S = 60.0
+GAP_MS = 60_000
 _FIGURES_MS = 5_000  # the interval of the ticks that figures are taken of
 _UNITS_PER_MS = 10  # work is counted in tenths of a millisecond: a day of them is less than 32 bits
 _MARK = struct.Struct("<II")
@@ -128,7 +128,8 @@ def _update_use(
         worked_ms = now_ms if share >= IDLE_BELOW else 0
         return Use(pod, now_ms, step, 0, 0, worked_ms, _MARK.pack(0, 0), (), _violation_seconds(metrics))
     passed_ms = now_ms - before.at_ms
-    if not 0 < passed_ms <= silent_after_s(tick.interval_ms, GAP_S) * 1000:
+    is_gap = passed_ms > GAP_MS and passed_ms > silent_after_ms(tick.interval_ms, GAP_MS)
+    if passed_ms < 0 or is_gap:
         passed_ms = 0
     marks, sums, low, violation_s = before.marks, before.sums, before.low, before.violation_s
     if step > before.step:
@@ -207,7 +208,7 @@ def means_of_closed_step(before: Uses, after: Uses, interval_ms: int | None = No
     of the step or more was measured. Steps may lie between if the node's interval is that long."""
     if len(before) != 1 or len(after) != 1 or after[0].step <= before[0].step or after[0].pod != before[0].pod:
         return None
-    if after[0].step > before[0].step + 1 and after[0].at_ms - before[0].at_ms > silent_after_s(interval_ms, 0) * 1000:
+    if after[0].step > before[0].step + 1 and after[0].at_ms - before[0].at_ms > silent_after_ms(interval_ms, 0):
         return None
     measured_ms = (before[0].ms - _MARK.unpack_from(before[0].marks, len(before[0].marks) - _MARK.size)[0]) & _MASK
     if not before[0].sums or measured_ms * 2 < STEP_MS:

@@ -48,7 +48,7 @@ from streams.usage.books import (
 )
 from streams.usage.measure import MOST_WATTS, DeviceAccounts, DeviceShare, Gpu, divide, gpus_of
 from streams.usage.tick import CountedTick
-from topics.samples import silent_after_s
+from topics.samples import silent_after_ms
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
 AHEAD_MS = 60_000
@@ -132,7 +132,7 @@ class Bookkeeper:
         books.tick_ms = tick.ts_ms
         books.node_labels = node_labels
         stands_for_ms = max(0, tick.ts_ms - previous_ms)
-        since_ms = max(previous_ms, tick.ts_ms - round(silent_after_s(tick.interval_ms or INTERVAL_MS, 0) * 1000))
+        since_ms = max(previous_ms, tick.ts_ms - silent_after_ms(tick.interval_ms or INTERVAL_MS, 0))
         unbooked_ms = max(0, min(books.booked_ms, tick.ts_ms) - since_ms) if stands_for_ms else 0
         if tick.ts_ms <= books.booked_ms:
             self._read_meters(gpus, books.booked_ms, books.booked_ms)
@@ -145,10 +145,10 @@ class Bookkeeper:
         """The log has advanced to a time. If the node has been silent for long by then, close what ended more than
         that before it. A replay notes only up to when the live stream had closed it."""
         books = self.books
-        silent_after_ms = round(silent_after_s(books.interval_ms, FINAL_AFTER_MS / 1000) * 1000)
-        if not books.hours or log_ms - books.logged_ms < silent_after_ms:
+        after_ms = silent_after_ms(books.interval_ms, FINAL_AFTER_MS)
+        if not books.hours or log_ms - books.logged_ms < after_ms:
             return
-        until_ms = (log_ms - silent_after_ms) // MINUTE_MS * MINUTE_MS
+        until_ms = (log_ms - after_ms) // MINUTE_MS * MINUTE_MS
         if not live:
             self._closed_live_ms = until_ms
             return

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from streams.alerts import machine
-from streams.alerts.machine import MAX_GAP_S, REPEAT_MS, LogPosition
+from streams.alerts.machine import MAX_GAP_MS, REPEAT_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.reports import DELETE_MS, Step, finish_step
 from streams.alerts.rules.rule import Rules
@@ -91,7 +91,7 @@ def test_without_evidence_a_pending_condition_neither_fires_nor_ends() -> None:
 def test_after_a_minute_without_evidence_a_pending_condition_begins_again() -> None:
     life = Life()
     life.go(range(20), IDLE)
-    life.go(range(20, 20 + int(MAX_GAP_S)), UNKNOWN)
+    life.go(range(20, 20 + MAX_GAP_MS // 1000), UNKNOWN)
     assert life.go(range(80, 120), IDLE) == [(100, "GPUHeldIdle", "firing")]
 
 
