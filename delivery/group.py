@@ -29,7 +29,6 @@ from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.member_health import MemberHealth, evicted_by
 from delivery.settings import MemberSettings
-from delivery.tasks import Turns
 from delivery.topic_admin import command
 from delivery.topic_watch import PartitionWatch, TopicWatch
 from delivery.watchdog import RESTART, LoopLateness
@@ -81,9 +80,8 @@ class _Commit:
 class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types
     """The membership of one process in a consumer group.
 
-    ``partitions`` is the number of partitions of each topic at the start. ``turns`` are those of the tasks that restore
-    a sink's state from its records. ``failed`` raises :class:`MustRestart` when the process must end; whoever runs the
-    group waits for it.
+    ``partitions`` is the number of partitions of each topic at the start. ``failed`` raises :class:`MustRestart` when
+    the process must end; whoever runs the group waits for it.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self.name = self.connection.prefixed(settings.group)
         self._topics = {self.connection.prefixed(topic): topic for topic in topics}
         self.offsets = OffsetClient(self.connection, client_id=self.name)
-        self.lateness, self.turns = LoopLateness(), Turns()
+        self.lateness = LoopLateness()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._member = member
         self._partitions = {self.connection.prefixed(topic): count for topic, count in partitions.items()}

@@ -31,14 +31,15 @@ class Back(NamedTuple):
     a node that is read seldom is older."""
 
     seconds: float
-    records: int
+    records: int = 0
 
 
 StartFrom = Literal["earliest", "latest"] | float | Back
 """Where a reader without offsets starts: at an end of the log, at a time, as seconds ago, or some records before that.
 """
 
-WHOLE_LOG = math.inf  # read back the whole log, as of a compacted topic, whose oldest records still count
+NOTHING, WHOLE_LOG = Back(0.0), Back(math.inf)
+"""How far back no record is read, and all are, as of a compacted topic, whose oldest records still count."""
 _ANY_TIME_MS = 1
 
 
@@ -95,7 +96,7 @@ async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> 
 
 
 async def find_start(
-    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall: float | Back, *, last_end: int | None
+    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall: Back, *, last_end: int | None
 ) -> Start:
     """Where a sink starts: ``recall`` before the last finished record, or at the commit if that is ``last_end``.
 
@@ -106,15 +107,14 @@ async def find_start(
     if committed is not None and committed == last_end:
         return Start(committed, committed, committed, committed, committed)
     (start,) = (await _resume(group, {tp: committed}, from_)).values()
-    recall_s, records = recall if isinstance(recall, Back) else (recall, 0)
-    if recall_s == WHOLE_LOG:
+    if recall == WHOLE_LOG:
         return start._replace(position=start.begin)
     if committed is None or start.is_torn or committed == start.begin:
         return start
-    offsets = await _offsets_before(group, {tp: {tp: committed - 1}}, int(recall_s * 1000))
+    offsets = await _offsets_before(group, {tp: {tp: committed - 1}}, int(recall.seconds * 1000))
     if tp not in offsets:  # there are only markers that no reader is given
         return start
-    return start._replace(position=max(start.begin, min(offsets[tp] or start.begin, committed - records)))
+    return start._replace(position=max(start.begin, min(offsets[tp] or start.begin, committed - recall.records)))
 
 
 async def find_start_with_state(

@@ -26,6 +26,7 @@ from delivery.ledger import Partition
 from delivery.positions import Back, Start, StartFrom
 from delivery.settings import DEAD_LETTERS, MemberSettings, TopicAccess
 from delivery.tail import Tail
+from delivery.tasks import Turns
 from delivery.topic_admin import TopicCheck
 from sinks.outcomes import Outcomes
 
@@ -79,12 +80,12 @@ class Source(NamedTuple):
     topic: str
     handler: Callable[[int], Handler]
     from_: StartFrom
-    recall: float | Back
+    recall: Back
     holds: bool = False
 
 
 class GroupReader:
-    """A member of a consumer group. ``letters``: where its handlers write dead letters."""
+    """A member of a consumer group. Its handlers write dead letters to ``letters``, and take ``turns``."""
 
     def __init__(
         self,
@@ -92,8 +93,10 @@ class GroupReader:
         sources: Sequence[Source],
         outcomes: Outcomes,
         letters: DeadLetters | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._settings, self._outcomes, self._letters = settings, outcomes, letters
+        self._turns = turns or Turns()
         self._sources = {source.topic: source for source in sources}
         self._check = TopicCheck(settings.connection(), TopicAccess(tuple(self._sources), (DEAD_LETTERS,)))
         self._group: ConsumerGroup | None = None
@@ -184,7 +187,8 @@ class GroupReader:
             raise RuntimeError("partitions of no group")
         for tp in sorted(tps):
             source = self._sources[tp.topic]
-            assignment = Assignment(self._group, tp, source.handler(tp.partition), self._outcomes, self._kept.get(tp))
+            handler, kept = source.handler(tp.partition), self._kept.get(tp)
+            assignment = Assignment(self._group, tp, handler, self._outcomes, kept, turns=self._turns)
             from_ = "earliest" if tp.topic in self._started_topics else source.from_
             task = self._tasks[assignment] = asyncio.ensure_future(
                 assignment.run(from_, source.recall, holds=source.holds)
@@ -228,18 +232,25 @@ class Assignment:
     """
 
     def __init__(
-        self, group: ConsumerGroup, tp: Partition, handler: Handler, outcomes: Outcomes, kept: "Assignment | None"
+        self,
+        group: ConsumerGroup,
+        tp: Partition,
+        handler: Handler,
+        outcomes: Outcomes,
+        kept: "Assignment | None",
+        *,
+        turns: Turns,
     ) -> None:
         self.tp, self.name = tp, group.kafka_name(tp)
         self.abandon = asyncio.Event()
         self.next: int | None = None
         self.busy = False
         self._group, self._handler, self._outcomes, self._kept = group, handler, outcomes, kept
-        self._closed = False
+        self._turns, self._closed = turns, False
         self._quiet_s = -_QUIET_EVERY_S
         self._unfinished: deque[int] = deque()
 
-    async def run(self, from_: StartFrom, recall: float | Back, *, holds: bool = False) -> None:
+    async def run(self, from_: StartFrom, recall: Back, *, holds: bool = False) -> None:
         """Read and deliver until abandoned. Raises Abandoned, IllegalStateError, and whatever the handler raises."""
         start = await self._open(from_, recall)
         try:
@@ -260,7 +271,7 @@ class Assignment:
             return None if end is None or self.next is None else max(0, end - self.next)
         return None
 
-    async def _open(self, from_: StartFrom, recall: float | Back) -> Start:
+    async def _open(self, from_: StartFrom, recall: Back) -> Start:
         """Find the start offset, for as long as that takes, and seek there."""
         kept, self._kept = self._kept, None
         while not self.abandon.is_set():
@@ -309,7 +320,7 @@ class Assignment:
                 resume = await self._jump(max(position, resume), position, records[0].offset)
             history = [record for record in records if record.offset < resume]
             for record in history:
-                await self._group.turns.next()
+                await self._turns.next()
                 self._handler.recall(record)
             if len(history) < len(records):
                 self.next = resume if self.next is None else self.next

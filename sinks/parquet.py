@@ -26,6 +26,7 @@ import msgspec
 from delivery.clients import LogThrottle
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
+from delivery.positions import NOTHING
 from delivery.sender import Sender
 from delivery.tasks import set_within
 from sinks import outcomes
@@ -334,7 +335,7 @@ class ParquetSink:
         def handler(number: int) -> ParquetPartition:
             return ParquetPartition(HourFiles(settings.path, number), *shared)
 
-        source = Source(HOURS.name, handler, settings.from_, recall=0.0)
+        source = Source(HOURS.name, handler, settings.from_, NOTHING)
         self._reader = GroupReader(settings, [source], outcomes, letters)
         async with connecting(sender):
             await self._reader.run(stop)

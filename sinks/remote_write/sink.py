@@ -9,7 +9,7 @@ import asyncio
 
 from delivery.dead_letters import DeadLetters, connecting
 from delivery.instruments import Instrument, Instruments
-from delivery.positions import WHOLE_LOG
+from delivery.positions import NOTHING, WHOLE_LOG, Back
 from delivery.sender import Sender
 from delivery.tasks import Turns
 from sinks import counters_reload, outcomes
@@ -174,11 +174,11 @@ class RemoteWriteSink:
             return UsagePartition(translator.profiles[0].labels, settings.max_labels, shared, relabelling)
 
         sources = [
-            Source(TOPIC.name, samples, settings.from_, settings.stale_after_s, holds=bool(resolution)),
+            Source(TOPIC.name, samples, settings.from_, Back(settings.stale_after_s), holds=bool(resolution)),
             Source(ALERTS.name, alerts, settings.from_, WHOLE_LOG),
-            Source(HOURS.name, usage, settings.from_, 0.0),
+            Source(HOURS.name, usage, settings.from_, NOTHING),
         ]
-        self._reader = GroupReader(settings, sources, self._outcomes, shared.letters)
+        self._reader = GroupReader(settings, sources, self._outcomes, shared.letters, shared.turns)
         try:
             async with following(settings, translator, instruments, COMPONENT), connecting(sender):
                 await self._reader.run(stop)

@@ -282,7 +282,7 @@ class ScrapeSink:
                 served = serving(renderings, settings.scrape_listen, scrapes.inc)
                 self.address = await stack.enter_async_context(served)
             await stack.enter_async_context(connecting(sender))
-            self._reader = GroupReader(settings, [source], self._outcomes, shared.letters)
+            self._reader = GroupReader(settings, [source], self._outcomes, shared.letters, shared.turns)
             await self._reader.run(stop)
 
     def not_ready(self) -> list[str]:

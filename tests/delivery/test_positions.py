@@ -13,6 +13,7 @@ from tests.sinks.records import ConsumedRecord, FakeGroup
 from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
 MINUTE_MS = 60_000
+A_MINUTE = Back(60.0)
 NOW_MS = 1_790_000_000_000
 TP = Partition("gpu.attributed", 0)
 AT_THE_END = Start(150, 150, 150, 150, 150)
@@ -22,7 +23,7 @@ LOG = [ConsumedRecord(offset, b"", offset * 1000) for offset in range(10, 200)]
 async def find(
     consumer: FakeGroup,
     from_: str | float | Back = "earliest",
-    recall: float | Back = 60,
+    recall: Back = A_MINUTE,
     known_offset: int | None = None,
 ) -> Start:
     start = positions.find_start(consumer, TP, from_, recall, last_end=known_offset)  # type: ignore[arg-type]
@@ -134,7 +135,7 @@ async def test_an_offset_with_nothing_but_control_records_is_skipped() -> None:
 
 @pytest.mark.parametrize("recall_s", [0.0, 1.0])
 async def test_the_last_finished_record_itself_is_read_back(recall_s: float) -> None:
-    assert (await find(FakeGroup(LOG, group=150, begin=10), recall=recall_s)).position == 149 - int(recall_s)
+    assert (await find(FakeGroup(LOG, group=150, begin=10), recall=Back(recall_s))).position == 149 - int(recall_s)
 
 
 # -- with state

@@ -9,7 +9,6 @@ import msgspec
 from aiokafka.errors import KafkaConnectionError
 
 from delivery.instruments import Instrument
-from delivery.tasks import Turns
 from sinks import outcomes
 from sinks.series.tick import SeriesTick
 from topics.attributed import AttributedSample
@@ -95,7 +94,6 @@ class FakeGroup:
     commits: list[int] = field(default_factory=list)
     at: int = 0
     polled: asyncio.Event = field(default_factory=asyncio.Event)
-    turns: Turns = field(default_factory=Turns)
 
     @property
     def offsets(self) -> "FakeGroup":

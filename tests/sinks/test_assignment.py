@@ -10,8 +10,10 @@ from aiokafka.errors import UnknownError
 from delivery.dead_letters import Abandoned, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
+from delivery.positions import Back
+from delivery.tasks import Turns
 from sinks import consumer
-from sinks.consumer import Assignment
+from sinks.consumer import Assignment, Handler
 from sinks.outcomes import Outcomes
 from tests.eventually import eventually
 from tests.sinks.records import ConsumedRecord, FakeGroup, outcome_instruments
@@ -60,12 +62,17 @@ class Setup:
         self.counted = Outcomes("test", self.instruments)
         self.consumer = consumer
         self.before: Callable[[int], None] = lambda _: None
+        self.turns = Turns()
         self.handler = FakeHandler(self.counted, lambda offset: self.before(offset))
-        self.assignment = Assignment(consumer, TP, self.handler, self.counted, assignment)  # type: ignore[arg-type]
+        self.assignment = self.assign(self.handler, assignment)
+
+    def assign(self, handler: Handler, kept: Assignment | None = None) -> Assignment:
+        """Another assignment of the partition, with the handler."""
+        return Assignment(self.consumer, TP, handler, self.counted, kept, turns=self.turns)  # type: ignore[arg-type]
 
     async def read(self) -> None:
         """Runs until all is read, then revokes the partition."""
-        running = asyncio.ensure_future(self.assignment.run("earliest", 2.0))
+        running = asyncio.ensure_future(self.assignment.run("earliest", Back(2.0)))
         polled = asyncio.ensure_future(self.consumer.polled.wait())
         await asyncio.wait((running, polled), timeout=10, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0.01)
@@ -120,7 +127,7 @@ async def test_a_group_whose_offset_is_past_the_end_reads_all_of_the_log_and_say
 
 async def test_heartbeats_go_on_while_a_large_batch_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(FakeGroup([ConsumedRecord(offset, b"", 1000) for offset in range(100)], group=100))
-    monkeypatch.setattr(setup.consumer.turns, "next", turn := AsyncMock())
+    monkeypatch.setattr(setup.turns, "next", turn := AsyncMock())
     await setup.read()
     assert (turn.await_count, len(setup.handler.recalled)) == (100, 100)
 
@@ -145,7 +152,7 @@ async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None
     setup = Setup(FakeGroup(LOG))
     setup.before = lambda offset: setup.assignment.abandon.set() if offset == 4 else None
     with pytest.raises(Abandoned):
-        await setup.assignment.run("earliest", 2.0)
+        await setup.assignment.run("earliest", Back(2.0))
     assert setup.consumer.group == 4
     assert (setup.count("delivered_total"), setup.count("released_total"), setup.count("held")) == (4, 6, 0)
 
@@ -154,7 +161,7 @@ async def test_after_the_end_nothing_is_committed() -> None:
     setup = Setup(FakeGroup(LOG))
     setup.before = lambda offset: setup.assignment.close() if offset == 4 else None
     with pytest.raises(Abandoned):
-        await setup.assignment.run("earliest", 2.0)
+        await setup.assignment.run("earliest", Back(2.0))
     assert setup.consumer.commits == [0, 2, 4]
     assert setup.balanced()
 
@@ -166,7 +173,7 @@ async def test_a_commit_that_is_refused_ends_it_and_is_counted() -> None:
 
     setup = Setup(Refusing(LOG))
     with pytest.raises(Abandoned):
-        await setup.assignment.run("earliest", 2.0)
+        await setup.assignment.run("earliest", Back(2.0))
     assert setup.instruments.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 1
     assert setup.count("delivered_total") == 2
     assert setup.count("released_total") == 8
@@ -200,7 +207,7 @@ async def test_a_commit_that_fails_after_the_partition_is_revoked_is_not_tried_a
 
     setup = Setup(Failing(LOG))
     with pytest.raises(Abandoned):
-        await setup.assignment.run("earliest", 2.0)
+        await setup.assignment.run("earliest", Back(2.0))
 
 
 async def test_a_broker_that_is_away_at_the_start_is_waited_for() -> None:
@@ -327,8 +334,8 @@ class SlowHandler(FakeHandler):
 async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> None:
     setup = Setup(FakeGroup(LOG[:5]))
     setup.handler = slow = SlowHandler(setup.counted)
-    setup.assignment = Assignment(setup.consumer, TP, slow, setup.counted, None)  # type: ignore[arg-type]
-    running = asyncio.ensure_future(setup.assignment.run("earliest", 2.0))
+    setup.assignment = setup.assign(slow)
+    running = asyncio.ensure_future(setup.assignment.run("earliest", Back(2.0)))
     await eventually(lambda: slow.asked > 3)
     assert (slow.kept, setup.count("held"), setup.consumer.commits) == ([0, 1, 2, 3, 4], 5, [0])
     assert slow.quiet_after == [[]]
@@ -346,8 +353,8 @@ async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> Non
 async def test_the_end_of_a_transaction_that_is_passed_while_records_are_unfinished_is_committed_after_them() -> None:
     setup = Setup(FakeGroup(LOG, stable=11))
     setup.handler = slow = SlowHandler(setup.counted)
-    setup.assignment = Assignment(setup.consumer, TP, slow, setup.counted, None)  # type: ignore[arg-type]
-    running = asyncio.ensure_future(setup.assignment.run("earliest", 2.0))
+    setup.assignment = setup.assign(slow)
+    running = asyncio.ensure_future(setup.assignment.run("earliest", Back(2.0)))
     await eventually(lambda: setup.consumer.at == 11 and slow.asked > 3)
     assert setup.consumer.commits == [0]
     slow.ready.set()
@@ -361,8 +368,8 @@ async def test_the_end_of_a_transaction_that_is_passed_while_records_are_unfinis
 async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_it_then(finishes: bool) -> None:
     setup = Setup(FakeGroup(LOG))
     setup.handler = slow = SlowHandler(setup.counted)
-    setup.assignment = Assignment(setup.consumer, TP, slow, setup.counted, None)  # type: ignore[arg-type]
-    running = asyncio.ensure_future(setup.assignment.run("earliest", 2.0))
+    setup.assignment = setup.assign(slow)
+    running = asyncio.ensure_future(setup.assignment.run("earliest", Back(2.0)))
     await eventually(lambda: len(slow.kept) == 10)
     if finishes:
         slow.ready.set()

@@ -12,6 +12,7 @@ from aiokafka.errors import ConsumerStoppedError
 from delivery.dead_letters import Abandoned, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
+from delivery.positions import Back
 from delivery.settings import MemberSettings
 from delivery.topic_admin import Checked, TopicCheck
 from delivery.watchdog import LoopLateness
@@ -58,7 +59,7 @@ def reading(handler: Any, log: Sequence[ConsumedRecord] = LOG) -> tuple[GroupRea
     """A reader that has one partition, with a client in memory."""
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
     reader, client = (
-        GroupReader(SETTINGS, [Source("gpu.attributed", lambda _: handler, "earliest", 1.0)], counted),
+        GroupReader(SETTINGS, [Source("gpu.attributed", lambda _: handler, "earliest", Back(1.0))], counted),
         FakeGroup(log),
     )
     reader._group = client  # type: ignore[assignment]
@@ -132,7 +133,7 @@ async def test_a_partition_that_is_assigned_while_the_group_closes_ends_in_silen
     monkeypatch.setattr(TopicCheck, "wait", AsyncMock(return_value=Checked({})))
     handler, stop = Handler(patient=False), asyncio.Event()
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
-    source = Source("gpu.attributed", lambda _: handler, "earliest", 1.0)
+    source = Source("gpu.attributed", lambda _: handler, "earliest", Back(1.0))
     reader = GroupReader(SETTINGS, [source], counted)
     running = asyncio.ensure_future(reader.run(stop))
     await asyncio.wait_for(handler.started.wait(), 10)
@@ -145,14 +146,14 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
     handlers: list[tuple[str, int]] = []
 
     def source(topic: str, recall_s: float) -> Source:
-        return Source(topic, lambda number: handlers.append((topic, number)) or Handler(True), "latest", recall_s)  # type: ignore[func-returns-value]
+        return Source(topic, lambda number: handlers.append((topic, number)) or Handler(True), "latest", Back(recall_s))  # type: ignore[func-returns-value]
 
     reader = GroupReader(SETTINGS, [source("a", 1.0), source("b", 2.0)], Outcomes("test", Instruments(())))
     reader._group = FakeGroup(LOG)  # type: ignore[assignment]
     runs: list[tuple[str, float]] = []
 
-    async def run(assignment: Assignment, _: object, recall_s: float, **__: object) -> None:
-        runs.append((assignment.tp.topic, recall_s))
+    async def run(assignment: Assignment, _: object, recall: Back, **__: object) -> None:
+        runs.append((assignment.tp.topic, recall.seconds))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Assignment, "run", run)
@@ -165,7 +166,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
 
 async def test_a_reader_without_a_broker_says_so_and_stops_when_asked() -> None:
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
-    source = Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", 1.0)
+    source = Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", Back(1.0))
     reader = GroupReader(SETTINGS, [source], counted)
     stop = asyncio.Event()
     running = asyncio.ensure_future(reader.run(stop))
@@ -192,12 +193,12 @@ async def test_a_partition_that_was_added_to_a_topic_that_the_group_reads_is_rea
     committed: tuple[str, ...], start: str
 ) -> None:
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
-    source = Source("gpu.attributed", lambda _: Handler(patient=True), "latest", 1.0)
+    source = Source("gpu.attributed", lambda _: Handler(patient=True), "latest", Back(1.0))
     reader = GroupReader(SETTINGS, [source], counted)
     reader._group, reader._started_topics = FakeGroup(LOG), frozenset(committed)  # type: ignore[assignment]
     starts: list[object] = []
 
-    async def run(_: Assignment, from_: object, recall_s: float, **__: object) -> None:
+    async def run(_: Assignment, from_: object, recall: Back, **__: object) -> None:
         starts.append(from_)
 
     with pytest.MonkeyPatch.context() as patched:
