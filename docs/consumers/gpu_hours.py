@@ -29,7 +29,8 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 LONGEST_TICK_MS = 10_000
-"""A tick stands for the time since the node's last one. If that is longer than this, the time is counted for nobody."""
+"""A tick stands for the time since the node's last one. If that is longer than this, and than three of the node's
+intervals, the time is counted for nobody."""
 
 NOBODY, UNKNOWN = "(nobody)", "(unknown)"
 
@@ -111,6 +112,7 @@ class Tick(msgspec.Struct):
     ts_ms: int
     offset: int
     attribution: str
+    interval_ms: int | None = None
     devices: list[Device] | None = None
 
 
@@ -196,7 +198,7 @@ def _count(database: sqlite3.Connection, tick: Tick) -> None:
     current = LastTick(tick.run_id, tick.seq, tick.offset, newest_ts_ms, tick.ts_ms)
     database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *current))
     since_ms = tick.ts_ms - last.ts_ms if last and tick.run_id == last.run_id else 0
-    if not 0 < since_ms <= LONGEST_TICK_MS:
+    if not 0 < since_ms <= max(LONGEST_TICK_MS, 3 * (tick.interval_ms or 0)):
         return  # the first tick of a run, or the first after a gap
     seconds = since_ms / 1000
     for kind, device in devices(tick):

@@ -8,8 +8,8 @@
     curl http://127.0.0.1:6066/idle/
 
 In: gpu.attributed, from its end. Out: the page, with a row for each pod that holds a GPU which has long been idle.
-State: the last tick of each node, in memory. A worker that gets a partition has a tick of all its nodes a second later.
-So nothing has to be stored, and records that the agent misses at a rebalance do no harm.
+State: the last tick of each node, in memory. A worker that gets a partition has a tick of all its nodes an interval
+later. So nothing has to be stored, and records that the agent misses at a rebalance do no harm.
 On failure: a malformed record is logged and skipped.
 
 It needs no code of gpustream: the types below are the part of topics/schemas/gpu.attributed.json that it reads.
@@ -28,7 +28,7 @@ TOPIC_PREFIX = os.environ.get("GPUSTREAM_TOPIC_PREFIX", "")
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))
 FORGET_AFTER_S = 60.0
-"""A node without a tick for this time is down, or another worker reads it now."""
+"""A node without a tick for this time, and for three of its intervals, is down, or another worker reads it now."""
 
 log = logging.getLogger("idle_gpus")
 
@@ -60,6 +60,7 @@ class Tick(msgspec.Struct):
     seq: int
     ts_ms: int
     offset: int
+    interval_ms: int | None = None
     devices: list[Device] | None = None
 
 
@@ -80,6 +81,10 @@ class Node(NamedTuple):
     newest_ts_ms: int
     idle: dict[str, Idle]
     received_s: float
+
+    def is_gone(self, now_s: float) -> bool:
+        """Whether its next tick is long overdue."""
+        return now_s - self.received_s > max(FORGET_AFTER_S, 3 * (self.tick.interval_ms or 0) / 1000)
 
 
 nodes: dict[tuple[str, str], Node] = {}
@@ -106,7 +111,7 @@ def is_replay(last: Node, tick: Tick) -> bool:
 def add_tick(tick: Tick, now_s: float) -> None:
     """Keep a tick, unless it is a replay."""
     last = nodes.get((tick.cluster, tick.node))
-    if last and is_replay(last, tick) and now_s - last.received_s < FORGET_AFTER_S:
+    if last and is_replay(last, tick) and not last.is_gone(now_s):
         return
     before = last.idle if last and last.tick.run_id == tick.run_id else {}
     idle: dict[str, Idle] = {}
@@ -126,7 +131,7 @@ def is_idle(device: Device) -> bool:
 
 def rows(now_s: float) -> list[dict[str, Any]]:
     """A row for each idle device and pod that holds it, the longest idle first."""
-    for name in [name for name, node in nodes.items() if now_s - node.received_s > FORGET_AFTER_S]:
+    for name in [name for name, node in nodes.items() if node.is_gone(now_s)]:
         del nodes[name]
     idle_rows = [
         {

@@ -137,6 +137,11 @@ def test_neither_a_long_gap_nor_a_new_run_is_anybodys_time(gpu_hours: Any) -> No
     assert counted(gpu_hours, *ticks, tick(61, device(holders=held_by("a")), run_id=2)) == {}
 
 
+def test_a_node_that_is_read_once_a_minute_is_counted_as_well(gpu_hours: Any) -> None:
+    ticks = [tick(60 * n, device(holders=held_by("a")), interval_ms=60_000) for n in (1, 2, 4, 8)]
+    assert counted(gpu_hours, *ticks) == {("ml", "Pod/a", "GPU"): (180.0, 180.0, 90.0)}
+
+
 def test_a_record_that_comes_again_is_not_counted_again(gpu_hours: Any) -> None:
     ticks = [tick(n, device(holders=held_by("a"))) for n in (1, 2, 3)]
     assert counted(gpu_hours, *ticks, *ticks, *ticks[1:]) == counted(gpu_hours, *ticks)
@@ -237,6 +242,14 @@ def test_a_node_that_says_nothing_for_a_minute_is_forgotten(idle_gpus: Any) -> N
     assert idle(idle_gpus, 660) == [("a", 600.0)]
     assert idle(idle_gpus, 661) == []
     assert idle_gpus.nodes == {}
+
+
+def test_a_node_that_is_read_every_two_minutes_is_not_forgotten_in_between(idle_gpus: Any) -> None:
+    for second in range(0, 601, 120):
+        assert idle(idle_gpus, second) == []
+        add_tick(idle_gpus, tick(second, quiet("a"), interval_ms=120_000), second)
+    assert idle(idle_gpus, 960) == [("a", 600.0)]
+    assert idle(idle_gpus, 961) == []
 
 
 def _paths() -> list[tuple[str, list[str]]]:
