@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_folder_may_have_a_space_in_its_name(tmp_path: Path) -> None:
     (line,) = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()
 
     assert f"PYTHONPYCACHEPREFIX={folder}/.venv/pycache" in shlex.split(line)
+
+
+def test_make_format_formats_what_lint_complains_of(tmp_path: Path) -> None:
+    tmp_path.joinpath("Makefile").write_text(MAKEFILE)
+    tmp_path.joinpath("ruff.toml").write_text('lint.select = ["E501"]\n')
+    tmp_path.joinpath("long.py").write_text(f"numbers = [{', '.join(['1234567'] * 20)}]\n")
+    variables = [f"BIN={Path(sys.executable).parent}", "GENERATORS="]
+    subprocess.run(["make", "--assume-old=install", "format", *variables], cwd=tmp_path, check=True)
+
+    assert max(map(len, tmp_path.joinpath("long.py").read_text().splitlines())) < 20
 
 
 def test_the_example_of_a_metric_is_two_rows_that_fit_each_other() -> None:
