@@ -64,13 +64,14 @@ class MetricNames:
     ) -> "tuple[Rows, Sequence[float], Layout | None]":
         """The rows of a device, a value for each, and the layout used. Equal rows are the same object.
 
-        A device without any metric has no rows. ``rest`` replaces the device's own values, but not in what is computed
-        from several of them. ``layout``: the device's last one, which is tried first.
+        Of a device without any metric, such as a lost one, only its XID errors have rows. ``rest`` replaces the
+        device's own values, but not in what is computed from several of them. ``layout``: the device's last one, which
+        is tried first.
         """
         row_values = layout.values(values) if layout is not None else None
         if layout is None or row_values is None:
             known = tuple([index for index, value in enumerate(values) if value is not None])
-            if not known or known[0] >= len(KEYS):
+            if not known:
                 return (), (), layout
             layout = self._layouts.get(known) or self._layout(known)
             row_values = layout.values(values) or []
@@ -121,7 +122,7 @@ class Layout:
                     self._conversions.append((len(rows), convert))
                 self._keys.append(key)
                 rows.append(Row(series.name, series.labels, series.kind, series.help, series.unit, primary))
-        known_counts = [(key, row) for key, row in counts if key in index_by_key and rows]
+        known_counts = [(key, row) for key, row in counts if key in index_by_key and (rows or key != HOLDERS.name)]
         rows += [row for _, row in known_counts]
         self.plain = len(rows)
         in_rows = [index_by_key[key] for key in (*self._keys, *[key for key, _ in known_counts])]

@@ -86,6 +86,15 @@ def test_nothing_else_of_a_device_is_written_beside_a_file(tmp_path: Path) -> No
     }
 
 
+def test_a_file_may_have_the_last_xid_error_alone(tmp_path: Path) -> None:
+    gpu = {"uuid": "GPU-a", "metrics": {"temperature_celsius": 33}, "info": INFO, "xids": {"31": 1}}
+
+    exposition = text(NamingSettings(counters=counters_file(tmp_path, "DCGM_FI_DEV_XID_ERRORS, gauge, Last.\n")), gpu)
+
+    assert exposition.splitlines()[-1].endswith("} 31.0")
+    assert names(exposition) == {"DCGM_FI_DEV_XID_ERRORS"}
+
+
 def test_other_profiles_are_written_beside_the_file_which_stands_for_those_of_dcgm(tmp_path: Path) -> None:
     file = counters_file(tmp_path, TWO)
     both = names(text(NamingSettings(names=("otel", "dcgm"), counters=file)))

@@ -10,7 +10,7 @@ from sinks.series.cache import Cache
 from sinks.series.model import SampleGroup, primaries
 from sinks.series.translation import Translator
 from tests.sinks.scrape.fleet import full_node, node
-from topics.catalogue import XIDS
+from topics.catalogue import XID_ERRORS, XIDS
 from topics.profiles import LABELS, PROFILES, ProfileName
 
 ValuesBySeries = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -89,7 +89,8 @@ def test_a_device_of_which_nothing_is_known_is_written_once() -> None:
     both = [replace(PROFILES["dcgm"], labels=names) for names in (LABELS["dcgm-legacy"], LABELS["pod-devices"])]
     same = [replace(series, labels=replace(series.labels, device=(("uuid", "uuid"),))) for series in both]
 
-    assert list(values_by_series(Translator(same).translate(bare, Cache())[1]).values()) == [1.0]
+    groups = Translator(same).translate(bare, Cache())[1]
+    assert {name for name, _ in values_by_series(groups)} == {XIDS.name, XID_ERRORS.name, "DCGM_FI_DEV_XID_ERRORS"}
 
 
 INFO = {"driver_version": "580.65.06"}
@@ -117,6 +118,15 @@ def test_the_last_xid_error_is_said_until_another_comes_or_the_producer_begins_a
         {"DCGM_FI_DEV_XID_ERRORS": 79.0, "gpu_xid_errors": 3.0},
         {"DCGM_FI_DEV_XID_ERRORS": 79.0, "gpu_xid_errors": 3.0},
         {"DCGM_FI_DEV_XID_ERRORS": 0.0, "gpu_xid_errors": 0.0},
+    ]
+
+
+def test_the_xid_errors_of_a_gpu_that_is_lost_are_said_as_well() -> None:
+    lost = {"info": INFO, "state": "lost", "metrics": {}, "xids": {"79": 1}, "events": [{"kind": "xid", "code": 79}]}
+
+    assert xids({"info": INFO}, lost) == [
+        {"DCGM_FI_DEV_XID_ERRORS": 0.0, "gpu_xid_errors": 0.0},
+        {"DCGM_FI_DEV_XID_ERRORS": 79.0, "gpu_xid_errors": 1.0},
     ]
 
 
