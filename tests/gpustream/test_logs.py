@@ -227,6 +227,9 @@ def _is_log_call(node: ast.AST) -> TypeGuard[ast.Call]:
         "token: s3cret",
         "https://mimir/push?access_token=s3cret",
         '{"client_secret": "s3cret"}',
+        r'{"error": "{\"password\": \"my s3cret\"}"}',
+        r'{"error": "{\"authorization\": \"Negotiate s3cret\"}"}',
+        "API key: s3cret",
     ],
 )
 def test_secrets_are_never_written(text: str) -> None:
