@@ -132,7 +132,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         UInt | None,
         about(
             "The seq of the snapshot in gpu.allocations, of the same run, that was in force. Absent: the "
-            "node has no kubelet.",
+            "node has no kubelet, or it has not answered yet.",
             "none",
         ),
     ] = None
@@ -167,6 +167,6 @@ TOPIC = Topic(
     promise=(
         "In order per node. A gap in seq is a tick that the producer dropped. allocations_seq names a snapshot of the "
         "same run that the broker acknowledged before this tick was sent, in an event likewise; null means that the "
-        "node has no kubelet."
+        "node has no kubelet, or that it has not answered since the producer's start."
     ),
 )
