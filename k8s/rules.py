@@ -75,8 +75,8 @@ def recording() -> Iterator[tuple[str, str]]:
     """The recording rules: for devices and pods, then for :data:`LEVELS`. Of a shared GPU, a pod's share counts."""
     alone, otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
     holders, part = f"gpu_holders{otel}", f"gpu_pod_utilization_ratio{otel}"
-    activity = " or ".join(f"max_over_time({metric}[{INTERVAL}])" for metric in ACTIVITY)
-    activity_alone = " or ".join(f"max_over_time({metric}{{{alone}}}[{INTERVAL}])" for metric in ACTIVITY)
+    activity = " or ".join(map(_recent_max, ACTIVITY))
+    activity_alone = " or ".join(_recent_max(f"{metric}{{{alone}}}") for metric in ACTIVITY)
     pod_labels = f"{DEVICE}, {POD}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
     owned_pod_labels = f"{pod_labels}, {OWNER}"
@@ -102,7 +102,7 @@ def recording() -> Iterator[tuple[str, str]]:
         "pod:gpu_idle:ratio",
         f"pod:gpu_held:ratio and on ({pod_labels}) (\n"
         f"  max by ({pod_labels}) ({activity_alone}) < {IDLE_BELOW}\n"
-        f"  or max by ({pod_labels}) (max_over_time({part}[{INTERVAL}])) < {IDLE_BELOW})",
+        f"  or max by ({pod_labels}) ({_recent_max(part)}) < {IDLE_BELOW})",
     )
     for level, (source, by) in LEVELS.items():
         for category in ("held", "used", "idle"):
@@ -110,6 +110,11 @@ def recording() -> Iterator[tuple[str, str]]:
             yield f"{level}:gpu_{category}_hours:sum1h", f"sum_over_time({level}:gpu_{category}:sum[1h]) / 60"
         if source == "device":
             yield f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))"
+
+
+def _recent_max(series: str) -> str:
+    """The most in the last minute; of series with longer between two samples, the last one."""
+    return f"max_over_time({series}[{INTERVAL}]) or {series}"
 
 
 def _slices() -> str:
@@ -126,6 +131,10 @@ def _slices() -> str:
 
 
 # -- alerts on GPUs
+
+JOB = "cluster, namespace, job"
+PROCESS = f"{JOB}, instance"
+"""One process of gpustream: a Prometheus or Mimir may have several clusters and namespaces with the same names in them."""
 
 ONE_GPU = "k8s_cluster_name, k8s_node_name, gpu_index, gpu_uuid"
 XID_SEVERITIES: dict[XidKind, Severity] = {
@@ -209,10 +218,10 @@ GPU_ALERTS = (
     Alert("GPUAttributionConflict", f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict{{{OTEL}}}) == 1", "warning",
           SUBJECT + ": what runs there is not what it was given to", "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
           "2m"),
-    Alert("GPULost", 'sum by (job, instance, state) (gpustream_node_gpus{state="lost"}) > 0', "critical",
+    Alert("GPULost", f'sum by ({PROCESS}, state) (gpustream_node_gpus{{state="lost"}}) > 0', "critical",
           "{{ $value }} GPUs of {{ $labels.instance }} left the bus (XID 79) and want a reset or a new board",
           "The node producer says so.", "1m"),
-    Alert("GPUNotAnswering", 'sum by (job, instance, state) (gpustream_node_gpus{state="timeout"}) > 0', "warning",
+    Alert("GPUNotAnswering", f'sum by ({PROCESS}, state) (gpustream_node_gpus{{state="timeout"}}) > 0', "warning",
           "{{ $value }} GPUs of {{ $labels.instance }} do not answer NVML", "The node producer says so.", "1m"),
     Alert("NodeSilent", f"""
           group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}} offset 10m)
@@ -229,7 +238,7 @@ ITS = "{{ $labels.instance }}"
 KEPT = "Nothing is lost while Kafka keeps them (24 h)."
 
 
-def _increases(counter: str, by: str = "job, instance") -> str:
+def _increases(counter: str, by: str = PROCESS) -> str:
     """The increase of a counter in 5 minutes. A counter with labels has no series before it first counts."""
     return f"sum by ({by}) ((increase({counter}[5m]) > 0) or ({counter} > 0 unless {counter} offset 5m))"
 
@@ -243,7 +252,7 @@ def _own_metrics(metric: str) -> list[str]:
 
 def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> Alert:
     """An alert that more records wait than are processed in a minute."""
-    expr = f"sum by (job, instance) ({lag})\n  > 60 * sum by (job, instance) (rate({ticks}[5m]))"
+    expr = f"sum by ({PROCESS}) ({lag})\n  > 60 * sum by ({PROCESS}) (rate({ticks}[5m]))"
     return Alert(name, expr, "warning", f"{ITS} {subject}", description, "5m")
 
 
@@ -253,7 +262,7 @@ PIPELINE_ALERTS = (
           "Prometheus reaches nobody there. Ticks wait in Kafka, or in the node's buffer, until it is back.", "1m"),
     Alert("GpustreamNotReady", "gpustream_ready == 0", "warning",
           f"{ITS} runs and can't do its work", "Its /readyz says why.", "5m"),
-    Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
+    Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", f"{PROCESS}, reason"),
           "critical",
           f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
           "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
@@ -289,7 +298,7 @@ PIPELINE_ALERTS = (
           "They are not sent, and tried again every ten minutes. gpu.dead-letters has the receiver's own words, and"
           " gpustream_remote_write_values_left_out_total the reasons. With series_limit, the tenant has more series"
           " than the receiver lets it have.", "15m"),
-    Alert("GpustreamCountersBroken", "max by (job, instance, sink) (gpustream_counters_broken) == 1", "warning",
+    Alert("GpustreamCountersBroken", f"max by ({PROCESS}, sink) (gpustream_counters_broken) == 1", "warning",
           f"The file of --counters of {ITS} can't be used",
           "What it held before stays in force. The log names the lines, and so does gpustream counters check FILE.",
           "2m"),
@@ -303,9 +312,9 @@ PIPELINE_ALERTS = (
           ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
           "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
           " attributed without their snapshots."),
-    Alert("GpustreamTicksMissed", """
-          sum by (job, instance) (rate(gpustream_node_ticks_missed_total[10m]))
-            > 0.01 * sum by (job, instance) (rate(gpustream_producer_ticks_made_total[10m]))
+    Alert("GpustreamTicksMissed", f"""
+          sum by ({PROCESS}) (rate(gpustream_node_ticks_missed_total[10m]))
+            > 0.01 * sum by ({PROCESS}) (rate(gpustream_producer_ticks_made_total[10m]))
           """, "warning",
           f"{ITS} reads its GPUs late",
           "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
@@ -313,16 +322,16 @@ PIPELINE_ALERTS = (
     Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, _own_metrics("records_dead_lettered_total"))), "warning",
           ITS + " could not use {{ $value | humanize }} records",
           "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers."),
-    Alert("GpustreamLateAttribution", """
-          sum by (job) (rate(gpustream_attribution_ticks_total{attribution="late"}[10m]))
-            > 0.01 * sum by (job) (rate(gpustream_attribution_ticks_total[10m]))
+    Alert("GpustreamLateAttribution", f"""
+          sum by ({JOB}) (rate(gpustream_attribution_ticks_total{{attribution="late"}}[10m]))
+            > 0.01 * sum by ({JOB}) (rate(gpustream_attribution_ticks_total[10m]))
           """, "warning",
           "{{ $value | humanize }} ticks/s are attributed by an old snapshot",
           "The snapshots that they name did not come. They are marked late; see the nodes' producers.", "10m"),
     Alert("GpustreamKubeletSilent", "gpustream_node_kubelet_age_seconds > 300", "warning",
           f"The kubelet of {ITS} has not answered for {{{{ $value | humanizeDuration }}}}",
           "GPUs are booked to the pods that it last named; gpustream_node_kubelet_calls_total says what fails.", "1m"),
-    Alert("GpustreamNoLeader", "max by (job) (gpustream_cluster_leading) == 0", "warning",
+    Alert("GpustreamNoLeader", f"max by ({JOB}) (gpustream_cluster_leading) == 0", "warning",
           "No cluster producer leads",
           "New pods have no workload, labels or owners until one does. Those that were known are kept.", "2m"),
 )  # fmt: skip

@@ -349,6 +349,24 @@ def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: P
     promtool("test", "rules", *tmp_path.glob("*.tests.yml"))
 
 
+@pytest.mark.parametrize("other", ['cluster="other"', 'namespace="other"'])
+def test_a_pipeline_is_judged_by_itself_beside_another_one_with_the_same_names(tmp_path: Path, other: str) -> None:
+    behind = 'job="gpustream-attribution",instance="gpustream-attribution-0"'
+    series = {
+        'gpustream_cluster_leading{job="gpustream-cluster",instance="a"}': "0x20",
+        f'gpustream_cluster_leading{{{other},job="gpustream-cluster",instance="b"}}': "1x20",
+        f'gpustream_attribution_lag_records{{{behind},topic="gpu.samples"}}': "300x20",
+        f'gpustream_attribution_ticks_total{{{behind},attribution="exact"}}': "0+240x20",
+        f'gpustream_attribution_lag_records{{{other},{behind},topic="gpu.samples"}}': "0x20",
+        f'gpustream_attribution_ticks_total{{{other},{behind},attribution="exact"}}': "0+60000x20",
+    }
+    cases = (Case(name, series, "20m", True) for name in ("GpustreamNoLeader", "GpustreamAttributionBehind"))
+    tests_file = tmp_path / "tests.yml"
+    files = list(map(str, FILES))
+    tests_file.write_text(yaml.safe_dump({"rule_files": files, "tests": list(map(unit_test, cases))}))
+    promtool("test", "rules", tests_file)
+
+
 def test_promtool_would_say_that_an_alert_does_not_fire(tmp_path: Path) -> None:
     tests_file = tmp_path / "tests.yml"
     case = Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{POD}}}": "0"}, "0m", fires=True)
@@ -416,4 +434,24 @@ def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path) -> None:
     tests_file = tmp_path / "tests.yml"
     files = list(map(str, FILES))
     tests_file.write_text(yaml.safe_dump({"rule_files": files, "fuzzy_compare": True, "tests": [test]}))
+    promtool("test", "rules", tests_file)
+
+
+def test_what_idles_is_recorded_in_every_minute_also_if_a_sample_comes_every_other_one(tmp_path: Path) -> None:
+    """As with ``--resolution 2m``, or a node that is read every two minutes."""
+    held_idle = (f"gpu_holders{{{DEVICE},{BERT}}}", "1 _x3 "), (f"gpu_utilization{{{DEVICE},{BERT}}}", "0 _x3 ")
+    shared = (f"gpu_holders{{{SHARED}}}", "2 _x3 "), (f"gpu_pod_utilization_ratio{{{SHARED},{LLM}}}", "0 _x3 ")
+    shared += ((f"gpu_pod_memory_used_bytes{{{SHARED},{LLM}}}", "5 _x3 "),)
+    series = [{"series": name, "values": sample * 20} for name, sample in (*held_idle, *shared)]
+    expected = [
+        {
+            "expr": f"sum_over_time(namespace:gpu_idle:sum{{{labels}}}[10m])",
+            "eval_time": "30m",
+            "exp_samples": [{"labels": f"{{{labels}}}", "value": value}],
+        }
+        for labels, value in ((ML, 10), (WEB, 5))
+    ]
+    test = {"interval": "30s", "input_series": series, "promql_expr_test": expected}
+    tests_file = tmp_path / "tests.yml"
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
     promtool("test", "rules", tests_file)
