@@ -929,6 +929,26 @@ def test_a_label_of_the_chart_that_the_site_sets_is_there_once_with_the_sites_va
     assert [text.count(name) for name in labels] == [len(manifests)] * len(labels)
 
 
+@pytest.mark.parametrize(
+    ("values", "nothing_is_scaled"),
+    [
+        ("keda.enabled=true", True),
+        ("keda.enabled=true,webhook.autoscaling.enabled=true", True),
+        ("keda.enabled=true,webhook.autoscaling.enabled=true,webhook.enabled=true", False),
+        ("keda.enabled=true,alerts.autoscaling.enabled=true", False),
+        ("keda.enabled=true,defaults.autoscaling.enabled=true", False),
+    ],
+)
+def test_the_notes_say_if_keda_is_enabled_and_scales_nothing(values: str, nothing_is_scaled: bool) -> None:
+    ran = helm("install", "gpustream", CHART, "--dry-run=client", "--set", values)
+    assert ("nothing is scaled" in ran.stdout) == nothing_is_scaled, ran.stderr
+
+
+def test_the_notes_name_brokers_that_are_a_list_as_the_option_takes_them() -> None:
+    ran = helm("install", "gpustream", CHART, "--dry-run=client", "--set", "options.kafka={a:9092,b:9092}")
+    assert "into the Kafka at a:9092,b:9092." in ran.stdout, ran.stderr
+
+
 def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
     site: Manifest = {
         "commonLabels": None,
