@@ -2,12 +2,17 @@
 
 import re
 import shlex
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import parsed
 from tests.docs.page import ROOT, blocks
+from tests.eventually import LIMIT_S
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
 OURS = [
@@ -28,3 +33,24 @@ def test_a_command_of_a_runbook_is_right(name: str, line: str) -> None:
     arguments = shlex.split(line.replace("HOST:PORT", "127.0.0.1:9092"), comments=True)[1:]
     options = {option for param in parsed(arguments).command.params for option in param.opts}
     assert ("--kafka" in options) == ("--kafka" in arguments), name
+
+
+class _NotReady(BaseHTTPRequestHandler):
+    """Answers like /readyz of a component that is not ready."""
+
+    def do_GET(self) -> None:
+        """503, and the reasons."""
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b"attribution: no Kafka broker answers\n")
+
+
+def test_the_runbook_of_a_component_that_is_not_ready_shows_its_reasons_without_curl_in_the_pod() -> None:
+    (block,) = blocks("runbooks/GpustreamNotReady.md", "sh", indented=True)
+    (command,) = re.findall(r"kubectl .* -- (python .*)$", block.text, re.MULTILINE)
+    with HTTPServer(("127.0.0.1", 0), _NotReady) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        arguments = shlex.split(command.replace("9401", str(server.server_port)))[1:]
+        ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        server.shutdown()
+    assert (ran.stdout.strip(), ran.stderr) == ("attribution: no Kafka broker answers", "")
