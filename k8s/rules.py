@@ -134,7 +134,7 @@ def _slices() -> str:
 
 JOB = "cluster, namespace, job"
 PROCESS = f"{JOB}, instance"
-"""One process of gpustream: a Prometheus or Mimir may have several clusters and namespaces with the same names in them."""
+"""One process of gpustream: a Prometheus or Mimir may have several clusters and namespaces, with the same names."""
 
 ONE_GPU = "k8s_cluster_name, k8s_node_name, gpu_index, gpu_uuid"
 XID_SEVERITIES: dict[XidKind, Severity] = {
@@ -259,7 +259,8 @@ def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> 
 PIPELINE_ALERTS = (
     Alert("GpustreamDown", 'up{job=~"gpustream.*"} == 0', "critical",
           f"{ITS} does not answer a scrape",
-          "Prometheus reaches nobody there. Ticks wait in Kafka, or in the node's buffer, until it is back.", "1m"),
+          "Prometheus reaches nobody there. What a stream or sink is to read waits in Kafka. A node producer that does not"
+          " run reads no GPU.", "1m"),
     Alert("GpustreamNotReady", "gpustream_ready == 0", "warning",
           f"{ITS} runs and can't do its work", "Its /readyz says why.", "5m"),
     Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", f"{PROCESS}, reason"),
