@@ -144,7 +144,7 @@ IDLE_PODS, ON_DEVICE = idle_pods(HERE), f"{DEVICE}, {POD}"
 IDLE_DEVICES = idle_devices()
 MEMORY_BLOCKED = f"{alone_or_part(*MEMORY, HERE)}"
 POWER_DRAWN = f"{alone_or_part(*POWER, HERE)}"
-ALERTED = f'sum_over_time(gpu_alert_firing{{{HERE},alertname="GPUHeldIdle"}}[$__range])'
+ALERTED = f'sum_over_time(gpu_alert_firing{{{HERE},alertname="GPUHeldIdle"}}[$__range:1m])'
 
 
 def of_idle(quantity: str) -> str:
@@ -220,7 +220,7 @@ IDLE_BOARD = dashboard(
         ),
         table(
             "Idle GPU-hours by alerts",
-            "How long alerts of GPUHeldIdle fired in the time shown: a sample a minute.",
+            "For how long alerts of GPUHeldIdle fired in the time shown, times the GPUs that they were about.",
             "k8s_namespace_name",
             [Column("hours", f"sum by (k8s_namespace_name) ({ALERTED}) / 60", "h", LOOK_ABOVE_ZERO)],
         ),
