@@ -304,7 +304,7 @@ async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_
 ) -> None:
     need(find_prometheus, find_prometheus_adapter)
     empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
-    names = {"legacy": ("--names", "dcgm-legacy", "--labels", "dcgm"), "otel": ("--names", "otel")}
+    names = {"legacy": ("--names", "dcgm-legacy", "--labels", "dcgm", "--parts-by-pod"), "otel": ("--names", "otel")}
     held_port = HeldPort()
     ports = {"legacy": port, "otel": held_port.number}
     test = Inference(cluster, empty_kafka, "classical", "cuda-test")
@@ -312,7 +312,7 @@ async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_
         servers.callback(held_port.release)
         for name, named in names.items():
             options = ("--kafka", empty_kafka.address, "--group", name, "--scrape-listen", f"127.0.0.1:{ports[name]}")
-            await asyncio.to_thread(gpustream(name, "sink", "scrape", *options, *named, "--parts-by-pod").start)
+            await asyncio.to_thread(gpustream(name, "sink", "scrape", *options, *named).start)
         await servers.enter_async_context(test)
         test.load = 0.3
         labels = await servers.enter_async_context(pod_labels(test))
