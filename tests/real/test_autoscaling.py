@@ -334,6 +334,10 @@ async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_
         hpa["spec"]["metrics"][0]["object"]["target"]["value"] = "15"
         test.autoscale(hpa)
         await test.scaled_to(6)
+        six_pods = [pytest.approx(6 * 0.3)]  # three of them share a GPU
+        await eventually(
+            lambda: [series.value for series in prometheus.query(of_keda("classical", "cuda-test"))] == six_pods
+        )
         test.load = 0.03
         await test.scaled_to(2)
         await eventually(lambda: current(test) == {"value": "3"}, every_s=0.2)
