@@ -39,6 +39,12 @@ COMPONENTS = {
 }
 """The values of each component, and the command that it runs."""
 
+NEEDS = {
+    "webhook": " It needs `options.url`, and `options.secret-file` or `options.unsigned`.",
+    "metricsApi": " It needs to know who may ask: `secret`, with a file `token`, `options.client-ca`, or `aggregated`.",
+}
+"""What a component can't start without, and the chart does not bring."""
+
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 ANY_LIST: dict[str, Any] = {"type": "array"}
 TEXT: dict[str, Any] = {"type": "string"}
@@ -307,7 +313,7 @@ def schema() -> dict[str, Any]:
     components = {
         name: {
             **object_of(
-                enabled=doc(SWITCH, f"Whether `gpustream {command}` runs."),
+                enabled=doc(SWITCH, f"Whether `gpustream {command}` runs.{NEEDS.get(name, '')}"),
                 **({} if name in {"topics", "node"} else {"replicas": doc(COUNT, "How many pods.")}),
                 options=doc(object_of(**options[name]), f"Options of `gpustream {command}`, without the dashes."),
                 **pod_references,
