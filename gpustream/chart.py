@@ -223,8 +223,8 @@ GLOBAL_VALUES: dict[str, dict[str, Any]] = {
         honorLabels=doc(SWITCH, "The scrape sink's series keep their labels: those of the GPUs' pods."),
     ),
     "prometheusRule": object_of(
-        enabled=doc(SWITCH, "A PrometheusRule with the alerts about gpustream itself."),
-        labels=doc(TEXTS, "Labels by which your Prometheus selects it."),
+        enabled=doc(SWITCH, "PrometheusRules: what is recorded of GPUs, and the alerts about gpustream itself."),
+        labels=doc(TEXTS, "Labels by which your Prometheus selects them."),
         gpus=doc(SWITCH, "Alerts about GPUs too; only if the component alerts does not run, or each comes twice."),
     ),
     "dashboards": object_of(
