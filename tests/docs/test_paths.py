@@ -72,6 +72,12 @@ def test_no_page_installs_gpustream_from_an_index_which_does_not_have_it(page: s
     assert not re.search(r"pip install gpustream\b(?!\[)", (ROOT / page).read_text())
 
 
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_a_kcat_command_says_that_it_reads_since_without_a_terminal_it_would_write(page: str) -> None:
+    commands = re.findall(r"kcat -.*?(?=[`|>\n])", (ROOT / page).read_text())
+    assert [command for command in commands if not re.search(" -[CL]\\b", command)] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_is_there(page: str) -> None:
     """A name without its folder is in the folder of the last one before it. NAME stands for one of the reader's."""
