@@ -259,8 +259,8 @@ def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> 
 PIPELINE_ALERTS = (
     Alert("GpustreamDown", 'up{job=~"gpustream.*"} == 0', "critical",
           f"{ITS} does not answer a scrape",
-          "Prometheus reaches nobody there. What a stream or sink is to read waits in Kafka. A node producer that does not"
-          " run reads no GPU.", "1m"),
+          "Prometheus reaches nobody there. What a stream or sink is to read waits in Kafka. A node producer that does"
+          " not run reads no GPU.", "1m"),
     Alert("GpustreamNotReady", "gpustream_ready == 0", "warning",
           f"{ITS} runs and can't do its work", "Its /readyz says why.", "5m"),
     Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", f"{PROCESS}, reason"),

@@ -944,7 +944,9 @@ def test_the_notes_say_if_keda_is_enabled_and_scales_nothing(values: str, nothin
     assert ("nothing is scaled" in ran.stdout) == nothing_is_scaled, ran.stderr
 
 
-@pytest.mark.parametrize(("values", "said"), [("strimzi.users=true,strimzi.topics=true", True), ("openshift=true", False)])
+@pytest.mark.parametrize(
+    ("values", "said"), [("strimzi.users=true,strimzi.topics=true", True), ("openshift=true", False)]
+)
 def test_the_notes_say_if_the_pod_that_they_ask_may_not_read_every_topic(values: str, said: bool) -> None:
     ran = helm("install", "gpustream", CHART, "--dry-run=client", "--set", values)
     assert ("what `doctor` needs" in ran.stdout) == said, ran.stderr
