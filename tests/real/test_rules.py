@@ -439,10 +439,14 @@ def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path) -> None:
 
 def test_what_idles_is_recorded_in_every_minute_also_if_a_sample_comes_every_other_one(tmp_path: Path) -> None:
     """As with ``--resolution 2m``, or a node that is read every two minutes."""
-    held_idle = (f"gpu_holders{{{DEVICE},{BERT}}}", "1 _x3 "), (f"gpu_utilization{{{DEVICE},{BERT}}}", "0 _x3 ")
-    shared = (f"gpu_holders{{{SHARED}}}", "2 _x3 "), (f"gpu_pod_utilization_ratio{{{SHARED},{LLM}}}", "0 _x3 ")
-    shared += ((f"gpu_pod_memory_used_bytes{{{SHARED},{LLM}}}", "5 _x3 "),)
-    series = [{"series": name, "values": sample * 20} for name, sample in (*held_idle, *shared)]
+    samples = {
+        f"gpu_holders{{{DEVICE},{BERT}}}": "1 _x3 ",
+        f"gpu_utilization{{{DEVICE},{BERT}}}": "0 _x3 ",
+        f"gpu_holders{{{SHARED}}}": "2 _x3 ",
+        f"gpu_pod_utilization_ratio{{{SHARED},{LLM}}}": "0 _x3 ",
+        f"gpu_pod_memory_used_bytes{{{SHARED},{LLM}}}": "5 _x3 ",
+    }
+    series = [{"series": name, "values": values * 20} for name, values in samples.items()]
     expected = [
         {
             "expr": f"sum_over_time(namespace:gpu_idle:sum{{{labels}}}[10m])",
