@@ -12,6 +12,7 @@ import pytest
 from gpustream.alerts import LatestAlerts
 from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
+from sinks.reclaim.decide import describe
 from sinks.remote_write.alerts import AlertSeries
 from sinks.remote_write.nodes import OpenSeries
 from sinks.series.tick import decode as decode_series
@@ -21,6 +22,7 @@ from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
 from streams.attribution.component import decode as decode_node
 from tests.streams.alerts.ticks import findings_in
+from topics.actions import Action
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
 from topics.profiles import PROFILES
@@ -195,6 +197,13 @@ def test_an_alert_in_an_unknown_state_is_open_everywhere() -> None:
     (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups
     assert list(group.values) == [1.0]
     assert ("severity", "page") in group.series.labels
+
+
+def test_an_action_of_an_unknown_kind_is_listed_by_its_word() -> None:
+    action = decoder(Action)(encoded({**load_topics()["gpu.actions"].example, "action": "evict"}))
+    assert action.action is not None
+    assert action.target is not None
+    assert describe(action.action, action.target, "ml") == f"evict {action.target.kind} ml/{action.target.name}"
 
 
 def test_a_state_of_the_alert_stream_that_a_later_version_wrote_is_taken_over() -> None:

@@ -296,4 +296,4 @@ def due_ms(after_ms: int | None, min_after_ms: int, since_ms: int) -> int:
 def describe(action: str, target: Target, namespace: str) -> str:
     """What an action does, for people."""
     verbs = {"event": "an Event about", "scale": "scale to 0", "suspend": "suspend", "deactivate": "deactivate"}
-    return f"{verbs[action]} {target.kind} {namespace}/{target.name}"
+    return f"{verbs.get(action, action)} {target.kind} {namespace}/{target.name}"

@@ -38,7 +38,7 @@ from sinks.reclaim.decide import Watched, works_partly
 from sinks.reclaim.ledger import KEPT_MS
 from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, FRESH_S, INSTRUMENTS, Reclaimer
 from topics import actions, alerts
-from topics.actions import Action, kafka_headers
+from topics.actions import KINDS, Action, kafka_headers
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +114,11 @@ class ReclaimPartition:
         self._check_at_s.clear()
 
     async def _settle(self, abandon: asyncio.Event) -> Unreachable | None:
-        """Settle the actions that another process began, and cancel those that are not due any more. Returns why an
-        action is left open, if one is: the alerts do not wait for it."""
+        """Settle the actions that another process began, and cancel those that are not due any more. One of a kind that
+        is not known is left alone. Returns why an action is left open, if one is: the alerts do not wait for it."""
         failure: Unreachable | None = None
         for action in self._reclaimer.ledger.unsettled():
-            if action.fingerprint not in self._known:
+            if action.fingerprint not in self._known or action.action not in KINDS:  # one of a later version
                 continue
             if action.state == "intended":
                 try:

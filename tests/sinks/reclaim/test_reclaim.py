@@ -77,6 +77,19 @@ async def test_an_action_of_which_a_later_version_has_made_something_unknown_is_
     assert (world.states(), replicas(world)) == (["planned", "handed_over"], 2)
 
 
+@pytest.mark.parametrize("state", ["planned", "intended"])
+async def test_an_action_of_a_kind_that_only_a_later_version_knows_is_left_alone(state: str) -> None:
+    world = World("scale=4h")
+    firing = world.deployment()
+    world.write(firing)
+    await world.replica().run()
+    evicting = msgspec.structs.replace(world.log[-1], id=action_id(firing, "evict"), action="evict", state=state)
+    world.log.append(evicting)
+    world.write(over(firing, START_MS + 1))
+    await world.replica().run(later_ms=1000)
+    assert (world.states("evict"), world.states("scale")) == ([state], ["planned", "ended resolved"])
+
+
 async def test_a_namespace_that_says_nothing_is_left_alone_and_nothing_is_written() -> None:
     world = World(None)
     world.write(world.deployment())
