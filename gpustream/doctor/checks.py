@@ -32,6 +32,7 @@ FATE_TEXTS = {
     "no_kubelet": "without a kubelet",
     "late": "late",
     "none": "without a snapshot",
+    "other": "in another way",
     "dead_lettered": "dead-lettered",
     "waiting": "on their way",
     "deleted": "deleted after that",

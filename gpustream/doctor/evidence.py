@@ -84,9 +84,10 @@ class NodeName(NamedTuple):
         return f"{self.cluster}/{self.node}"
 
 
-Fate = Literal["exact", "late", "none", "no_kubelet", "dead_lettered", "waiting", "deleted", "lost"]
+Fate = Literal["exact", "late", "none", "no_kubelet", "other", "dead_lettered", "waiting", "deleted", "lost"]
 """What became of a tick. ``no_kubelet``: attributed as ``none``, and it names no snapshot: its node has no kubelet.
-``deleted``: finished before the oldest record of gpu.attributed: that topic was emptied, or made again."""
+``other``: attributed by a word that only a later version knows. ``deleted``: finished before the oldest record of
+gpu.attributed: that topic was emptied, or made again."""
 
 
 @dataclass(slots=True)
@@ -280,7 +281,7 @@ class Evidence:
         elif attribution == "none":
             fate = "no_kubelet" if tick.allocations_seq is None else "none"
         else:
-            fate = "late" if attribution == "late" else "exact"
+            fate = "exact" if attribution == "exact" else "late" if attribution == "late" else "other"
         run.fates[fate] += 1
         if fate == "lost":
             run.lost.add(tick.seq)

@@ -86,6 +86,12 @@ def test_without_a_kubelet_a_tick_has_no_snapshot_and_nothing_is_amiss() -> None
     assert run_of(evidence).fates == {"no_kubelet": 1}
 
 
+def test_an_attribution_that_only_a_later_version_knows_is_not_taken_for_exact_nor_for_late() -> None:
+    evidence = folded([snapshot(1), attributed(1, "guessed"), sample(1)])
+
+    assert (run_of(evidence).fates, run_of(evidence).without_snapshot) == ({"other": 1}, 0)
+
+
 def test_a_late_tick_is_distinguished_by_whether_its_snapshot_is_in_the_log() -> None:
     evidence = folded(
         [snapshot(1), attributed(1, "late"), attributed(2, "late"), sample(1, named=1), sample(2, named=2)]
