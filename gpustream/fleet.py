@@ -210,7 +210,7 @@ class Device:
         self.used_ratio, self.memory_used_bytes = metrics.used_ratio, metrics.memory_used_bytes
         self.memory_total_bytes, self.power_limit_watts = metrics.memory_total_bytes, metrics.power_limit_watts
         self.power_watts, self.temperature_celsius = metrics.power_watts, metrics.temperature_celsius
-        self.ts_ms, self.attribution = tick.ts_ms, device.attribution or tick.attribution
+        self.ts_ms, self.attribution = tick.ts_ms, tick.attribution_of(device)
         for event in device.events or ():
             if event.kind == "xid":
                 self.xid, self.xid_ms = event.code, tick.ts_ms if event.ts_ms is None else event.ts_ms

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from topics.attributed import Workload
+from topics.attributed import AttributedTick, Workload
 from topics.idleness import Ratios
 from topics.samples import Mig, Process
 from topics.topic import decoder
@@ -75,18 +75,10 @@ class Unwell(msgspec.Struct, frozen=True):
     uuid: str | None = None
 
 
-class Tick(msgspec.Struct, frozen=True):
+class Tick(AttributedTick, frozen=True, kw_only=True):
     """A node's tick in gpu.attributed, as far as it is shown."""
 
-    cluster: str
-    node: str
-    run_id: int
-    seq: int
-    ts_ms: int
-    offset: int
-    attribution: str
-    interval_ms: int | None = None
-    node_labels: dict[str, str] = {}
+    node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[TickDevice, ...] = ()
     unwell: tuple[Unwell, ...] = ()
 

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from gpustream.alerts import LatestAlerts
+from gpustream.ticks import decode_tick as decode_shown
 from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
+from sinks.metrics_api.holdings import decode as decode_holdings
 from sinks.reclaim.decide import describe
 from sinks.remote_write.alerts import AlertSeries
 from sinks.remote_write.nodes import OpenSeries
@@ -21,6 +23,7 @@ from streams.alerts import tick as alert_ticks
 from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
 from streams.attribution.component import decode as decode_node
+from streams.usage.tick import decode as decode_counted
 from tests.streams.alerts.ticks import findings_in
 from topics.actions import Action
 from topics.attributed import TOPIC as ATTRIBUTED
@@ -135,9 +138,16 @@ def _is_enumerated(field: Json) -> bool:
     return "enum" in field or any("enum" in option for option in field.get("anyOf", ()))
 
 
-def test_another_schema_is_refused() -> None:
+TICK_DECODERS: list[Callable[[bytes], msgspec.Struct]] = [
+    decoder(AttributedSample), decode_series, alert_ticks.decode, decode_counted, decode_holdings, decode_shown
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("decode", TICK_DECODERS)
+def test_another_schema_is_refused(decode: Callable[[bytes], msgspec.Struct]) -> None:
+    decode(encoded(rich()))
     with pytest.raises(msgspec.DecodeError):
-        decoder(AttributedSample)(encoded({**rich(), "schema": 2}))
+        decode(encoded({**rich(), "schema": 2}))
 
 
 def test_attribution_passes_an_unknown_word_on() -> None:

@@ -23,7 +23,16 @@ def record(reading: NodeReading, node: str, seq: int, ts_ms: int) -> bytes:
 
 def tick(*devices: dict[str, Any], node: str = "n", seq: int = 1, ts_ms: int | None = None, **more: Any) -> Tick:
     """A tick; by default one a second."""
-    head = {"cluster": "c", "node": node, "run_id": 1, "seq": seq, "attribution": "exact", "offset": seq, **more}
+    head = {
+        "schema": 1,
+        "cluster": "c",
+        "node": node,
+        "run_id": 1,
+        "seq": seq,
+        "attribution": "exact",
+        "offset": seq,
+        **more,
+    }
     return msgspec.convert(head | {"ts_ms": 1000 * seq if ts_ms is None else ts_ms, "devices": devices}, Tick)
 
 
