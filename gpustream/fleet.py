@@ -304,7 +304,7 @@ class Fleet:
             return False
         node.at_s, node.interval_ms, node.last = at_s, tick.interval_ms, replays.after(node.last, tick)
         node.zone = tick.node_labels.get("topology.kubernetes.io/zone", "")
-        unwell = {entry.uuid for entry in tick.unwell}
+        unwell = {entry.device_id for entry in tick.unwell}
         previous, node.devices = node.devices, {}
         for tick_device in tick.devices:
             device = previous.get(tick_device.uuid)

@@ -6,6 +6,7 @@ from topics.attributed import AttributedTick, Workload
 from topics.idleness import Ratios
 from topics.samples import Mig, Process
 from topics.topic import decoder
+from topics.workloads import UnwellDevice
 
 
 class Metrics(Ratios, frozen=True, gc=False):
@@ -69,18 +70,12 @@ class TickDevice(msgspec.Struct, frozen=True):
     attribution: str | None = None
 
 
-class Unwell(msgspec.Struct, frozen=True):
-    """A device that the API server says is not well."""
-
-    uuid: str | None = None
-
-
 class Tick(AttributedTick, frozen=True, kw_only=True):
     """A node's tick in gpu.attributed, as far as it is shown."""
 
     node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[TickDevice, ...] = ()
-    unwell: tuple[Unwell, ...] = ()
+    unwell: tuple[UnwellDevice, ...] = ()
 
 
 decode_tick = decoder(Tick)

@@ -103,7 +103,7 @@ def test_a_device_has_a_status(reported: dict[str, Any], status: str) -> None:
 
 
 def test_a_device_that_the_api_server_calls_unwell_fails() -> None:
-    failing = device(fleet_of(tick(gpu("a", 0.9, "ml/bert"), unwell=[{"uuid": "a", "reason": "x"}])))
+    failing = device(fleet_of(tick(gpu("a", 0.9, "ml/bert"), unwell=[{"device_id": "a", "health": "Unhealthy"}])))
 
     assert (failing.status, failing.trouble) == ("failing", "unwell")
 
