@@ -14,6 +14,7 @@ from rich.cells import cell_len, set_cell_size
 from gpustream.alerts import lasted
 from gpustream.fleet import Device, Status
 from gpustream.output import printable
+from topics.times import MAX_TIME_MS
 
 Line = list[tuple[str, str]]
 
@@ -97,7 +98,8 @@ def watts(power: float | None) -> str:
 
 def ago(duration_ms: float) -> str:
     """``2h 5m``."""
-    return lasted(timedelta(milliseconds=duration_ms)).removesuffix(" 0s")
+    shown_ms = max(0, min(duration_ms, MAX_TIME_MS))  # a node's clock may say anything
+    return lasted(timedelta(milliseconds=shown_ms)).removesuffix(" 0s")
 
 
 def fit(line: Line, width: int, style: str = "") -> Line:

@@ -142,8 +142,6 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     def _judge_tick(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a node's tick. Raises Malformed."""
         tick = decode_record(decode_tick, record.key, record.value)
-        if tick.ts_ms > MAX_TIME_MS:
-            raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
         node, reader = self._node_of(partition, record.key), self.app.reader
         partition.set_active(node, active=True)
         node.policies = policies_of(tick)

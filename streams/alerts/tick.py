@@ -11,6 +11,7 @@ import msgspec
 from topics.attributed import AttributedEvent, AttributedTick, Attribution, Holder, Parts, by_pod
 from topics.idleness import Ratios
 from topics.samples import Job, Mig, State
+from topics.times import MAX_TIME_MS
 from topics.topic import UInt, decoder
 from topics.workloads import UnwellDevice
 
@@ -86,4 +87,12 @@ class Tick(AttributedTick, frozen=True, kw_only=True):
         return "none" not in (attributions or [self.attribution])
 
 
-decode = decoder(Tick)
+_decode = decoder(Tick)
+
+
+def decode(value: bytes) -> Tick:
+    """The tick of a record. One past the year 9999 is malformed: an alert could not say when it began."""
+    tick = _decode(value)
+    if tick.ts_ms > MAX_TIME_MS:
+        raise msgspec.DecodeError(f"ts_ms is {tick.ts_ms}, past the year 9999")
+    return tick

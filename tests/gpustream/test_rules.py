@@ -177,6 +177,14 @@ def test_lines_that_are_no_ticks_are_named_and_left_out(file: Path) -> None:
     assert result.exit_code == 1
 
 
+def test_a_tick_past_the_year_9999_is_named_and_left_out(file: Path) -> None:
+    good = encoded(story())
+    in_nanoseconds = encoded([msgspec.structs.replace(tick(70, device(0)), ts_ms=START_MS * 1_000_000)])
+    result = rules("test", str(file), "--input", "-", stdin=b"\n".join([*good[:70], *in_nanoseconds, *good[70:140]]))
+    assert [row["alert"] for row in fields(result)] == ["GPUHeldIdle"]
+    assert "standard input:71: not a record of gpu.attributed: ts_ms is" in result.stderr
+
+
 def test_of_many_lines_that_are_no_ticks_the_first_are_named(file: Path) -> None:
     result = rules("test", str(file), "--input", "-", stdin=b"x\n" * 1000)
     assert len(result.stderr.splitlines()) == 21

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from gpustream.fleet import Fleet
 from gpustream.top import draw
-from gpustream.top.views import FiringAlert, Now, fleet_lines
+from gpustream.top.views import TABLES, FiringAlert, Now, fleet_lines
 from tests.gpustream.test_fleet import fleet_of, gpu, tick
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
@@ -41,3 +41,11 @@ def test_while_it_starts_it_says_what_it_waits_for() -> None:
     waiting = "starting: sink: no assignment yet"
 
     assert line(Fleet(), [], 0, waiting) == waiting
+
+
+def test_a_node_whose_clock_is_past_the_year_9999_is_shown() -> None:
+    fleet = fleet_of(tick(gpu("a", 0.5, "ml/bert")), tick(gpu("a", 0.5, "ml/bert"), seq=2, ts_ms=2**63 - 1))
+    now = Now(fleet, [], datetime.now(UTC), "gpustream top")
+
+    for table in TABLES:
+        assert all(draw.row_line(table.columns, row, 200) for row in table.rows(now))
