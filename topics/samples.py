@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from topics.topic import Cluster, Node, Number, Topic, UInt, Version, about
+from topics.topic import Cluster, Int, Node, Number, Topic, UInt, Version, about
 
 State = Annotated[
     str,
@@ -59,7 +59,7 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Something that happened on the device since the tick before."""
 
     kind: Annotated[str, about("What it was: xid is an XID error. A later version may have other words.")]
-    code: Annotated[int | None, about("The number of the XID error.", "none")] = None
+    code: Annotated[Int | None, about("The number of the XID error.", "none")] = None
     ts_ms: Annotated[UInt | None, about("When it happened.", "ms since the epoch")] = None
     allocations_seq: Annotated[
         UInt | None,

@@ -54,8 +54,11 @@ Node = Annotated[Name, about("The node's name: 1-253 of A-Z a-z 0-9 . _ -")]
 UInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count, a sequence number or a time in milliseconds since the epoch."""
 
-Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float
-"""A measured value. It is bounded, because JSON allows an integer of 400 digits, which no float can hold."""
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer. It is bounded, because JSON allows one of 400 digits, which no float can hold."""
+
+Number = Int | float
+"""A measured value."""
 
 Version = Annotated[Literal[1], about("The version of the record's form.", "none")]
 

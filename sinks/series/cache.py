@@ -154,7 +154,7 @@ class Cache:
     claimed: set[int] = field(default_factory=set)
     ending: dict[int, End] = field(default_factory=dict)
     producer: tuple[int, tuple[str, str]] = 0, ("", "")
-    last_xids: dict[str, int] = field(default_factory=dict)
+    last_xids: dict[str, float] = field(default_factory=dict)
     subsets: dict[tuple[RelabelledSet, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
 
     def end(self, hashes: Iterable[int], offset: int, ts_ms: int) -> None:

@@ -70,7 +70,7 @@ def _last_xid(device: SeriesDevice, cache: Cache) -> float | None:
     None if it had errors of several codes before this sink's first tick: which came last is unknown then.
     """
     event_codes = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
-    counted_codes = [int(code) for code in device.xids if code.isdecimal()]
+    counted_codes = [float(code) for code in device.xids if code.isdecimal()]
     if event_codes:
         cache.last_xids[device.uuid] = event_codes[-1]
     elif not counted_codes:

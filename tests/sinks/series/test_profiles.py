@@ -1,5 +1,6 @@
 """A device in several naming profiles at once."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,10 @@ def test_the_xid_errors_of_a_gpu_that_is_lost_are_said_as_well() -> None:
 def test_of_several_codes_that_came_before_the_sink_none_is_said_to_be_the_last() -> None:
     assert xids({"xids": {"31": 2}}, {}) == [{"DCGM_FI_DEV_XID_ERRORS": 31.0, "gpu_xid_errors": 2.0}, {}]
     assert xids({"xids": {"31": 2, "79": 1}}) == [{"gpu_xid_errors": 3.0}]
+
+
+def test_a_code_of_more_digits_than_a_number_has_is_written_as_infinity() -> None:
+    assert xids({"xids": {"9" * 5000: 1}}) == [{"DCGM_FI_DEV_XID_ERRORS": math.inf, "gpu_xid_errors": 1.0}]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,13 @@ def test_a_metric_that_is_no_finite_number_is_refused(number: bytes) -> None:
     assert reason("gpu.samples", value) == "undecodable"
 
 
+def test_the_code_of_an_event_that_no_float_can_hold_is_refused() -> None:
+    events = [{"kind": "xid", "code": 77_777}]
+    value = encoded("gpu.samples", devices=[{"uuid": "GPU-1", "events": events}]).replace(b"77777", b"9" * 400)
+
+    assert reason("gpu.samples", value) == "undecodable"
+
+
 def test_a_state_that_is_no_word_is_refused() -> None:
     assert reason("gpu.samples", encoded("gpu.samples", devices=[{"uuid": "GPU-1", "state": 1}])) == "undecodable"
 
