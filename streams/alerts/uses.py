@@ -122,7 +122,7 @@ def _update_use(
     """The sums of a pod after a tick. ``share`` is its reading, if any. The first reading measures no time."""
     if share is None:
         return before
-    now_ms = tick.ts_ms
+    share, now_ms = min(max(share, 0.0), 1.0), tick.ts_ms  # a producer may write any number
     step = now_ms // STEP_MS
     if before is None or step < before.step - 1:
         worked_ms = now_ms if share >= IDLE_BELOW else 0

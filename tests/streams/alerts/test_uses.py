@@ -62,6 +62,11 @@ def test_a_step_that_nothing_was_measured_in_is_one_of_the_window() -> None:
     assert mean(*ticks, steps=2) is None
 
 
+@pytest.mark.parametrize(("written", "meant"), [(1e308, 1.0), (1.5, 1.0), (-1e308, 0.0)])
+def test_a_ratio_that_is_none_counts_as_the_nearest_that_is_one(written: float, meant: float) -> None:
+    assert mean(*[busy(s, written) for s in range(0, 305, 5)]) == meant
+
+
 def test_a_tick_that_does_not_say_who_holds_what_is_no_reading() -> None:
     blind = [tick(FROM_S + s, device(0, busy=1.0), attribution="none") for s in range(100, 150, 5)]
     ticks = [*[busy(s, 0.2) for s in range(0, 100, 5)], *blind, *[busy(s, 0.2) for s in range(150, 305, 5)]]
