@@ -77,7 +77,7 @@ Uses = tuple[Use, ...]  # of one device, for each of its pods
 
 def update_uses(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Tick, needs: UseNeeds) -> Uses:
     """The sums of a device after a tick; the same object if the tick has no reading of it."""
-    if tick.attribution_of(device) == "none" or device.state != "ok":
+    if tick.attribution_of(device) == "none" or device.state in ("lost", "timeout"):
         return before
     if len(pods) == 1:
         if device.holders and device.holders[0].observed:

@@ -73,6 +73,13 @@ def test_a_tick_that_does_not_say_who_holds_what_is_no_reading() -> None:
     assert mean(*ticks) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(("state", "expected"), [("ok", 0.4), ("resting", 0.4), ("lost", None), ("timeout", None)])
+def test_a_device_in_a_state_of_a_later_version_is_measured_and_one_that_does_not_answer_is_not(
+    state: str, expected: float | None
+) -> None:
+    assert mean(busy(0, 0.4), *[busy(s, 0.4, state=state) for s in range(5, 305, 5)], busy(305, 0.4)) == expected
+
+
 def test_another_pod_begins_again() -> None:
     ticks = [busy(s, 0.9) for s in range(0, 600, 5)]
     (use,) = uses_after(*ticks, tick(FROM_S + 600, device(0, holder("other"), busy=0.1))).uses[gpu(0)]
