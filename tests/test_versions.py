@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +11,15 @@ import msgspec
 import pytest
 
 from gpustream.alerts import LatestAlerts
+from gpustream.fleet import Fleet as TopFleet
 from gpustream.ticks import decode_tick as decode_shown
+from gpustream.top import draw, views
 from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
 from sinks.metrics_api.holdings import decode as decode_holdings
+from sinks.metrics_api.holdings import holdings_by_namespace
+from sinks.page import frames
+from sinks.page.fleet import Fleet as PageFleet
 from sinks.reclaim.decide import describe
 from sinks.remote_write.alerts import AlertSeries
 from sinks.remote_write.nodes import OpenSeries
@@ -25,6 +31,7 @@ from streams.attribution import join
 from streams.attribution.component import decode as decode_node
 from streams.usage.tick import decode as decode_counted
 from tests.streams.alerts.ticks import findings_in
+from tests.streams.usage.made import BookkeeperHarness
 from topics.actions import Action
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
@@ -177,6 +184,40 @@ def test_remote_write_writes_the_same_values_for_unknown_words() -> None:
 
     assert "gpu_utilization" in {name for name, _ in comparable}
     assert {key: later_values.get(key) for key in comparable} == comparable
+
+
+def on_the_page(tick: bytes) -> Any:
+    fleet = PageFleet(0)
+    fleet.add_tick(decoder(AttributedSample)(tick), 0.0)
+    frame = frames.frame(fleet, "gpu_utilization_ratio", 0)
+    return frame["nodes"], frame["now"]
+
+
+def in_top(tick: bytes) -> Any:
+    fleet = TopFleet()
+    fleet.observe(decode_shown(tick), 0.0, epoch_ms(datetime.now(UTC)))
+    now = views.Now(fleet, [], datetime.now(UTC), "")
+    return [[draw.row_line(table.columns, row, 200) for row in table.rows(now)] for table in views.TABLES]
+
+
+def of_pods(tick: bytes) -> Any:
+    return holdings_by_namespace(decode_holdings(tick))
+
+
+def booked(tick: bytes) -> Any:
+    counted = decode_counted(tick)
+    books = BookkeeperHarness().play(counted, msgspec.structs.replace(counted, seq=2**40, ts_ms=counted.ts_ms + 90_000))
+    return {(row.key, row.revision): (row.device_ms, row.slice_ms, row.used_us, row.energy_mj) for row in books.written}
+
+
+@pytest.mark.parametrize("with_words", [False, True])
+@pytest.mark.parametrize("view", [on_the_page, in_top, of_pods, booked])
+def test_a_tick_of_a_later_version_shows_what_it_shows_without_the_additions(
+    view: Callable[[bytes], Any], with_words: bool
+) -> None:
+    shown = view(encoded(rich()))
+    assert shown
+    assert view(encoded(later(rich(), with_words=with_words))) == shown
 
 
 def test_a_device_in_an_unknown_state_is_judged_by_its_values_and_not_as_lost_or_well() -> None:
