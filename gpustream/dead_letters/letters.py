@@ -126,7 +126,7 @@ async def original(reader: History, letter: Letter) -> Original | str:
     if letter.is_whole:
         return Original(letter.key, letter.value)
     name, partition, offset = letter.cause.origin
-    if partition >= reader.partitions.get(name, 0):
+    if partition not in range(reader.partitions.get(name, 0)):
         return f"{name} has no partition {partition} any more"
     record = await reader.record(Partition(name, partition), offset)
     missing_part = "its key" if letter.key is None else "a part of its value" if letter.value else "its value"

@@ -1,5 +1,8 @@
 """Which letters are looked at, what is said of several, and what an old tick that comes again means to its readers."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from click.testing import CliRunner
 
@@ -9,6 +12,7 @@ from gpustream.dead_letters import letters
 from gpustream.dead_letters.command import _as_text, group_of, merge_groups
 from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refusal_reason
 from gpustream.embedded import EmbeddedBroker
+from gpustream.history import History
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.attributed import AttributedSample
@@ -74,6 +78,14 @@ def test_only_what_attribution_reads_is_sent_again_and_only_once() -> None:
     assert [refusal_reason(letter(0, topic=name)) for name in letters.RESUBMITTABLE] == [None, None, None]
     assert refusal_reason(letter(0)._replace(resubmitted=True)) == letters.ALREADY_SENT
     assert refusal_reason(letter(0, topic="gpu.alert-state")) == "gpu.alert-state is not a topic that attribution reads"
+
+
+@pytest.mark.parametrize("partition", [-1, 2])
+async def test_of_a_partition_that_the_topic_does_not_have_no_record_is_looked_for(partition: int) -> None:
+    reader = cast("History", SimpleNamespace(partitions={"gpu.samples": 2}))
+    cut = letter(0)._replace(cause=Cause(Origin("gpu.samples", partition, 0), "attribution", "undecodable: x", 9, 1))
+
+    assert await letters.original(reader, cut) == f"gpu.samples has no partition {partition} any more"
 
 
 def test_a_letter_that_is_named_and_not_there_is_an_error() -> None:
