@@ -136,7 +136,9 @@ class HourFiles:
                 new = pa.Table.from_pylist(list(new_rows.values()), _schema())
                 merged = pa.concat_tables([kept, new], promote_options="default")
                 merged = merged.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
-                table = pa.table([merged[name] for name in _schema().names], schema=_schema())
+                names = _schema().names  # a later version may have written others
+                others = [index for index, name in enumerate(merged.column_names) if name not in names]
+                table = merged.select([*map(merged.column_names.index, names), *others])
                 temporary = file.with_name(f".{file.name}.tmp")
                 with temporary.open("wb") as out:
                     pq.write_table(table, out, compression="zstd", write_page_checksum=True)

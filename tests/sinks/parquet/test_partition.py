@@ -249,6 +249,19 @@ async def test_a_file_of_that_name_with_other_columns_is_waited_for_and_stays_as
     assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
 
 
+def test_a_column_that_a_later_version_has_written_stays(tmp_path: Path) -> None:
+    files = HourFiles(tmp_path, 7)
+    files.merge(START_MS, [usage("ml")])
+    pq.write_table(pq.ParquetFile(tmp_path / FILE).read().add_column(0, "carbon_mg", [[5]]), tmp_path / FILE)
+    assert files.merge(START_MS, [usage("web")]) == 1
+    table = pq.ParquetFile(tmp_path / FILE).read()
+    assert dict(zip(table["namespace"].to_pylist(), table["carbon_mg"].to_pylist(), strict=True)) == {
+        "ml": 5,
+        "web": None,
+    }
+    assert table.column_names[-1] == "carbon_mg"
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
