@@ -67,6 +67,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     unattributed: Parts | None = None
     conflict: str | None = None
     attribution: Attribution | None = None
+    compute_slices: UInt | None = None
 
     @cached_property
     def pods(self) -> tuple[tuple[Holder, ...], ...]:

@@ -11,9 +11,7 @@ device.
 - Ratios are integers in millionths. What is left by rounding goes to the largest remainders.
 """
 
-import re
 from collections.abc import Sequence
-from functools import lru_cache
 from math import lcm
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -23,6 +21,7 @@ import msgspec
 from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import Parts, by_pod
 from topics.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_by_pod, work_of
+from topics.mig import model_slices, profile_slices
 
 Split = Literal["used", "equal"]
 
@@ -32,9 +31,6 @@ MOST_SLICES = 64
 MOST_WATTS = 20_000  # a GPU that draws more has a counter that jumped
 
 _identity = attrgetter("namespace", "pod", "pod_uid", "container", "observed", "workload", "labels", "namespace_labels")
-_PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
-_FEWER_SLICES = (("A30", 4), ("RTX PRO", 4))
-_SLICES = 7
 _NO_PARTS = Parts()
 
 
@@ -150,20 +146,13 @@ def default_slices(device: CountedDevice) -> int:
     """Into how many slices a GPU can be cut, if no tick has reported it."""
     if device.mig is None and device.info.mig_mode is None:
         return 1
-    return next((slices for name, slices in _FEWER_SLICES if name in (device.model or "")), _SLICES)
-
-
-@lru_cache(maxsize=256)
-def profile_slices(profile: str | None) -> int:
-    """The compute slices of a MIG device; 1 if its profile does not name them."""
-    match = _PROFILE.match(profile or "")
-    return max(1, int(match[1] or match[2])) if match else 1
+    return model_slices(device.model)
 
 
 def _share(device: CountedDevice, accounts_by_device: dict[str, DeviceAccounts], split: Split) -> DeviceShare:
     uuid, metrics, gpu_uuid, slices = device.uuid, device.metrics, device.uuid, 0
     if device.mig is not None:
-        gpu_uuid, slices = device.mig.parent_uuid, profile_slices(device.mig.profile)
+        gpu_uuid, slices = device.mig.parent_uuid, profile_slices(device.mig.profile) or 1
     identities = tuple(map(_identity, device.holders)) if device.state not in ("lost", "timeout") else None
     accounts = accounts_by_device.get(uuid)
     if accounts is None or accounts.identities != identities or accounts.gpu_uuid != gpu_uuid:

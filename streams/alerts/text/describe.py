@@ -22,6 +22,7 @@ from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
 from topics.attributed import JOB, Holder
+from topics.mig import model_slices, profile_slices
 from topics.times import moment, time_of
 
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
@@ -311,10 +312,6 @@ def _join_names(names: Iterable[str]) -> str:
 
 # -- the share of a GPU that a pod holds: waste is counted in seconds of a whole GPU
 
-_PROFILE = re.compile(r"(?:([1-8])c\.)?([1-8])g\.", re.ASCII)
-_SLICES = 7
-_SLICES_BY_MODEL = {"A30": 4}
-
 
 class Share(NamedTuple):
     """A share of a GPU (None if it is not known), and a text that explains it."""
@@ -326,17 +323,15 @@ class Share(NamedTuple):
 def share_of(facts: Facts) -> Share:
     """The share of a GPU that the pod of a finding holds.
 
-    A MIG device has the compute slices of its profile (``1g.10gb``: 1 of 7; an A30 has 4). A device that several pods
+    A MIG device has the compute slices of its profile (``1g.10gb``: 1 of an H100's 7). A device that several pods
     hold is divided among them equally: no record has the share that each was promised.
     """
     device, ratio, explanations = facts.device, 1.0, list[str]()
     if device is not None and device.mig is not None:
-        match = _PROFILE.match(device.mig.profile or "")
-        if match is None:
+        own_slices, slices = profile_slices(device.mig.profile), device.compute_slices or model_slices(device.model)
+        if own_slices is None:
             return Share(None, "")
-        model = set(re.split(r"[^A-Za-z0-9]+", device.model or ""))
-        slices = next((count for name, count in _SLICES_BY_MODEL.items() if name in model), _SLICES)
-        own_slices = min(int(match[1] or match[2]), slices)
+        own_slices = min(own_slices, slices)
         ratio = own_slices / slices
         explanations.append(f"{own_slices} of {slices} compute slices")
     if facts.sharing > 1:

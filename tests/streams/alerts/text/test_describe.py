@@ -128,6 +128,7 @@ def test_the_text_says_whether_memory_is_held(sample: Device, text: str) -> None
         ("1c.3g.40gb", "NVIDIA A100", 1, 1 / 7, "1 of 7 compute slices"),
         ("2g.12gb", "NVIDIA A30", 1, 0.5, "2 of 4 compute slices"),
         ("1g.5gb", "NVIDIA A300X", 1, 1 / 7, "1 of 7 compute slices"),
+        ("1g.24gb", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 1, 0.25, "1 of 4 compute slices"),
         ("3g.40gb", None, 3, 1 / 7, "3 of 7 compute slices; one of 3 pods on it, divided equally"),
         ("what", "NVIDIA H100", 1, None, ""),
         ("", "NVIDIA H100", 2, None, ""),
@@ -144,6 +145,12 @@ def test_a_slice_wastes_its_part_of_a_gpu(
     _, annotations = describe(finding, tick(GRACE_S + 700), START_MS + GRACE_S * 1000)
     assert ("Wasted by " in annotations["description"]) is (ratio is not None)
     assert annotations.get("wasted_gpu_seconds") == (None if ratio is None else f"{700 * ratio:.0f}")
+
+
+def test_a_slice_is_a_part_of_as_many_as_its_record_says() -> None:
+    sample = mig(1, holder(busy=0.0), busy=0.0, compute_slices=2)
+    (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name="GPUHeldIdle")
+    assert share_of(finding.facts) == (0.5, "1 of 2 compute slices")
 
 
 def test_a_mig_device_is_named_by_its_gpu() -> None:
