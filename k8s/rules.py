@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from gpustream import reference
-from k8s.dashboards.queries import ACTIVITY, DEVICE, GPU, IDLE_BELOW, POD, WORKLOAD
+from k8s.dashboards.queries import ACTIVITY, DEVICE, GPU, IDLE_BELOW, POD, WORKLOAD, did_nothing, idle_pods, most
 from sinks import SINKS
 from streams import STREAMS
 from streams.alerts.xids import XIDS, XidKind
 from topics.alerts import RUNBOOKS, Severity
+from topics.mig import FEWER_SLICES, SLICES
 from topics.reference import generate
 
 K8S = Path(__file__).parent
@@ -37,9 +38,6 @@ LEVELS = {
     "fleet": ("device", "k8s_cluster_name"),
 }
 """For each level, the series that are summed, and the labels to sum by."""
-
-FOUR_SLICE_MODELS = ".*A30.*"
-"""The models that have four compute slices. All other models with MIG have seven."""
 
 
 class Alert(NamedTuple):
@@ -75,8 +73,6 @@ def recording() -> Iterator[tuple[str, str]]:
     """The recording rules: for devices and pods, then for :data:`LEVELS`. Of a shared GPU, a pod's share counts."""
     alone, otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
     holders, part = f"gpu_holders{otel}", f"gpu_pod_utilization_ratio{otel}"
-    activity = " or ".join(map(_recent_max, ACTIVITY))
-    activity_alone = " or ".join(_recent_max(f"{metric}{{{alone}}}") for metric in ACTIVITY)
     pod_labels = f"{DEVICE}, {POD}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
     owned_pod_labels = f"{pod_labels}, {OWNER}"
@@ -86,7 +82,7 @@ def recording() -> Iterator[tuple[str, str]]:
         "device:gpu_used:ratio",
         f'max by ({DEVICE}) (gpu_utilization or gpu_gr_engine_active{{gpu_mig_uuid!=""}}) {slices}',
     )
-    idle = f"max by ({DEVICE}) ({activity}) < {IDLE_BELOW}"
+    idle = f"max by ({DEVICE}) ({most(ACTIVITY, OTEL, INTERVAL)}) < {IDLE_BELOW}"
     yield "device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({idle})"
     yield (
         "pod:gpu_held:ratio",
@@ -98,12 +94,7 @@ def recording() -> Iterator[tuple[str, str]]:
         f"max by ({owned_pod_labels}) (\n  {part} or on ({DEVICE})"
         f' (gpu_utilization{{{alone}}} or gpu_gr_engine_active{{{alone},gpu_mig_uuid!=""}}))\n  {slices}',
     )
-    yield (
-        "pod:gpu_idle:ratio",
-        f"pod:gpu_held:ratio and on ({pod_labels}) (\n"
-        f"  max by ({pod_labels}) ({activity_alone}) < {IDLE_BELOW}\n"
-        f"  or max by ({pod_labels}) ({_recent_max(part)}) < {IDLE_BELOW})",
-    )
+    yield "pod:gpu_idle:ratio", f"pod:gpu_held:ratio and on ({pod_labels}) ({did_nothing(OTEL, OTEL, INTERVAL)})"
     for level, (source, by) in LEVELS.items():
         for category in ("held", "used", "idle"):
             yield f"{level}:gpu_{category}:sum", f"sum by ({by}) ({source}:gpu_{category}:ratio)"
@@ -121,11 +112,13 @@ def _slices() -> str:
     """The part of a GPU that each device is: 1, or the ratio of a MIG device's compute slices to all of the GPU's."""
     whole_gpus, mig_devices = (f'gpu_holders{{{OTEL},gpu_mig_uuid{match}""}}' for match in ("=", "!="))
     whole = f"(group by ({DEVICE}) ({whole_gpus}) unless on ({GPU}) {mig_devices})"
-    mig_slices = [(count, slices, match) for match, slices in (("!~", 7), ("=~", 4)) for count in range(1, slices + 1)]
+    others = "|".join(FEWER_SLICES.values())
+    models = {SLICES: f'gpu_model!~"{others}"', **{few: f'gpu_model=~"{names}"' for few, names in FEWER_SLICES.items()}}
     parts = [
-        f'group by ({DEVICE}) (gpu_holders{{gpu_mig_profile=~"({count}c[.][0-9]g|{count}g)[.].*",'
-        f'gpu_model{match}"{FOUR_SLICE_MODELS}"}}) * {count} / {slices}'
-        for count, slices, match in mig_slices
+        f'group by ({DEVICE}) (gpu_holders{{gpu_mig_profile=~"({count}c[.][0-9]g|{count}g)[.].*",{model}}})'
+        f" * {count} / {slices}"
+        for slices, model in models.items()
+        for count in range(1, slices + 1)
     ]
     return "\n  or ".join([whole, *parts])
 
@@ -147,14 +140,6 @@ XID_SEVERITIES: dict[XidKind, Severity] = {
 """As the alert stream has them."""
 
 SUBJECT = "GPU {{ $labels.gpu_index }} of {{ $labels.k8s_node_name }}"
-ALONE, PART = 'gpu_holders{k8s_pod_name!=""}', f"gpu_pod_utilization_ratio{{{OTEL}}}"
-DID = " or ".join(
-    [
-        *(f'max_over_time({metric}{{k8s_pod_name!=""}}[1h])' for metric in ACTIVITY),
-        f'label_replace(max_over_time({PART}[1h]), "of", "part", "", "")',
-    ]
-)
-"""What a pod did at the most in an hour, alone on a device or as its part."""
 
 
 def xids_of(kind: XidKind) -> str:
@@ -201,13 +186,7 @@ GPU_ALERTS = (
           or increase(max by ({ONE_GPU}) (gpu_interconnect_recoveries)[5m:15s]) > 0
           """, "warning",
           SUBJECT + ": its NVLinks have errors", "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}."),
-    Alert("GPUHeldIdle", f"""
-          count by (k8s_cluster_name, {POD}) (
-            (max by ({DEVICE}, {POD}) ({DID}) < {IDLE_BELOW})
-            and group by ({DEVICE}, {POD}) ({ALONE} or {PART})
-            and group by ({DEVICE}, {POD}) ({ALONE} offset 1h or {PART} offset 1h)
-          )
-          """, "info",
+    Alert("GPUHeldIdle", f"count by (k8s_cluster_name, {POD}) {idle_pods(OTEL, OTEL, '1h')}", "info",
           "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} holds {{ $value }} GPUs and uses none of them",
           "It did less than 1 % on each for an hour, alone on it or with its part.", "5m"),
     Alert("GPUUsedUnallocated",

@@ -5,6 +5,8 @@ device has its parts instead (``gpu_pod_...``), and ``gpu_holders`` says how man
 for pods needs both, and a query that counts held devices counts ``gpu_holders``.
 """
 
+from collections.abc import Sequence
+
 GPU = "k8s_cluster_name, k8s_node_name, gpu_uuid"
 DEVICE = f"{GPU}, gpu_mig_uuid"
 POD = "k8s_namespace_name, k8s_pod_name"
@@ -17,6 +19,8 @@ WORKLOAD_MATCHERS = (
 )
 ACTIVITY = ("gpu_utilization", "gpu_gr_engine_active", "gpu_encode_utilization", "gpu_decode_utilization")
 """The metrics that show that a device works. No two of them have the same labels on one device."""
+VIDEO = ACTIVITY[2:]
+"""Those of them that are in no pod's part."""
 
 IDLE_BELOW = 0.01
 PROMETHEUS_ALERTS = 'alertstate="firing",alertname=~"(?i)gpu.*|NodeSilent"'
@@ -58,29 +62,45 @@ POWER = ("gpu_power_draw", "gpu_pod_power_watts")
 """The device's own metric, or the one that stands for it if that is missing; and the metric of a pod's part."""
 
 
-def max_activity(matchers: str, by: str) -> str:
-    """The most that a device did in the window, in any engine."""
-    activity = " or ".join(f"max_over_time({metric}{{{matchers}}}[$idle])" for metric in ACTIVITY)
-    return f"max by ({by}) ({activity})"
-
-
 def idle_devices() -> str:
     """Each device that was held for the whole window, is still held, and did nothing in it."""
     always = f"min by ({DEVICE}) (min_over_time(gpu_holders{{{NODE_MATCHERS}}}[$idle])) > 0"
     since = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} offset $idle) > 0"
     now = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0"
-    return f"({max_activity(NODE_MATCHERS, DEVICE)} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
+    did = f"max by ({DEVICE}) ({most(ACTIVITY, NODE_MATCHERS, '$idle')})"
+    return f"({did} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
 
 
-def idle_pods(matchers: str) -> str:
-    """Each pod on a device that it held for the whole window, still holds, and did nothing on."""
-    alone, part, by = f'{matchers},k8s_pod_name!=""', f"gpu_pod_utilization_ratio{{{matchers}}}", f"{DEVICE}, {POD}"
-    alone_queries = f"{max_activity(alone, by)} < {IDLE_BELOW}", f"gpu_holders{{{alone}}}"
-    part_queries = f"max by ({by}) (max_over_time({part}[$idle])) < {IDLE_BELOW}", part
-    return " or ".join(
-        f"(({idle}) and group by ({by}) ({present}) and group by ({by}) ({present} offset $idle))"
-        for idle, present in (alone_queries, part_queries)
+def most(metrics: Sequence[str], matchers: str, window: str) -> str:
+    """The highest value of each series of these metrics in a window."""
+    return " or ".join(f"max_over_time({metric}{{{matchers}}}[{window}])" for metric in metrics)
+
+
+def did_nothing(pods: str, devices: str, window: str) -> str:
+    """Each pod on a device on which it did nothing in a window. ``devices``: matchers without those of pods.
+
+    A pod that holds a device alone did all that the device did. Of a shared device it did its part, and perhaps what is
+    nobody's part, such as video and what an MPS server does: if that is work, nobody is called idle. It is no work if
+    it is less than half of the parts, because the device and its processes are measured in different windows.
+    """
+    part, rest = "gpu_pod_utilization_ratio", "gpu_unattributed_utilization_ratio"
+    alone = most(ACTIVITY, f'{pods},k8s_pod_name!=""', window)
+    did = f'{alone} or label_replace({most([part], pods, window)}, "of", "part", "", "")'
+    nobodys = f"max by ({DEVICE}) ({most([rest], devices, window)}) >= {IDLE_BELOW}"
+    half = f"sum by ({DEVICE}) ({most([part], devices, window)}) / 2"
+    video = f"max by ({DEVICE}) ({most(VIDEO, devices, window)}) >= {IDLE_BELOW}"
+    return (
+        f"max by ({DEVICE}, {POD}) ({did}) < {IDLE_BELOW}"
+        f" unless on ({DEVICE}) (({nobodys}) >= on ({DEVICE}) {half} or {video})"
     )
+
+
+def idle_pods(pods: str, devices: str = NODE_MATCHERS, window: str = "$idle") -> str:
+    """Each pod on a device that it held when a window began, still holds, and did nothing on."""
+    alone, part = f'gpu_holders{{{pods},k8s_pod_name!=""}}', f"gpu_pod_utilization_ratio{{{pods}}}"
+    now, before = f"{alone} or {part}", f"{alone} offset {window} or {part} offset {window}"
+    held = " and ".join(f"group by ({DEVICE}, {POD}) ({present})" for present in (now, before))
+    return f"({did_nothing(pods, devices, window)} and {held})"
 
 
 def firing_alerts() -> str:

@@ -85,17 +85,30 @@ def idle_pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
         ticks = truth.within(IDLE_MS)[state.key]
         for pod in state.pods:
             own_ticks = [tick for tick in ticks if any(named(other) == named(pod) for other in tick.pods)]
-            use = [
-                other.parts["utilization_ratio"]
-                for tick in own_ticks
-                for other in tick.pods
-                if named(other) == named(pod) and parted(other)
-            ]
+            did = parts_of(own_ticks).get(named(pod), [])
             lone = busy([tick for tick in own_ticks if len(tick.pods) == 1])
-            is_idle = (is_sole(pod) and lone is not None and lone < 0.01) or (parted(pod) and max(use) < 0.01)
-            if is_idle and (state.key, named(pod)) in before:
+            did += [] if lone is None else [lone]
+            if did and max(did) < 0.01 and not nobodys_work(ticks) and (state.key, named(pod)) in before:
                 idle_rows.append(({**state.labels, **pod.labels}, 1.0))
     return idle_rows
+
+
+def parts_of(ticks: Sequence[DeviceState]) -> dict[tuple[str, str], list[float]]:
+    """The parts of each pod in a device's utilization."""
+    parts: dict[tuple[str, str], list[float]] = {}
+    for pod in (pod for tick in ticks for pod in tick.pods if parted(pod)):
+        parts.setdefault(named(pod), []).append(pod.parts["utilization_ratio"])
+    return parts
+
+
+def nobodys_work(ticks: Sequence[DeviceState]) -> bool:
+    """Whether a device did work that is in no pod's part: with video engines, or at least half of what pods did."""
+    names = ("gpu_encode_utilization", "gpu_decode_utilization")
+    video = [value for tick in ticks for name in names if (value := tick.value(name)) is not None]
+    rests = [tick.device.unattributed.utilization_ratio for tick in ticks if tick.device.unattributed is not None]
+    rest = max([rest for rest in rests if rest is not None], default=0.0)
+    half = sum(max(values) for values in parts_of(ticks).values()) / 2
+    return max(video, default=0.0) >= 0.01 or (rest >= 0.01 and rest >= half)
 
 
 def named(pod: dashboards_truth.Holding) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.k8s.dashboard import PROMETHEUS, rules
+from tests.k8s.dashboard import PROMETHEUS, filled, queries, rules
 from tests.real.conftest import need
 from tests.real.servers import find_promtool
 from tests.test_compose import COMPOSE
@@ -262,6 +262,31 @@ CASES = [
         "70m",
         False,
     ),
+    Case(  # what an MPS server does may be the pod's
+        "GPUHeldIdle",
+        {f"gpu_pod_utilization_ratio{{{POD}}}": "0x70", f"gpu_unattributed_utilization_ratio{{{DEVICE}}}": "0.9x70"},
+        "70m",
+        False,
+    ),
+    Case(  # what is measured beside the parts of others is not
+        "GPUHeldIdle",
+        {
+            f"gpu_pod_utilization_ratio{{{POD}}}": "0x70",
+            f"gpu_pod_utilization_ratio{{{NEXT_POD}}}": "0.8x70",
+            f"gpu_unattributed_utilization_ratio{{{DEVICE}}}": "0.1x70",
+        },
+        "70m",
+        True,
+    ),
+    Case(
+        "GPUHeldIdle",
+        {
+            f"gpu_pod_utilization_ratio{{{POD}}}": "0x70",
+            f'gpu_decode_utilization{{{DEVICE},gpu_task_type="decoder"}}': "0.3x70",
+        },
+        "70m",
+        False,
+    ),
     Case("GPUHeldIdle", {f"gpu_utilization{{{POD}}}": "0x55 0.9x15", f"gpu_holders{{{POD}}}": "1x70"}, "70m", False),
     Case("GPUHeldIdle", {f"gpu_utilization{{{POD}}}": "_x30 0x40", f"gpu_holders{{{POD}}}": "_x30 1x40"}, "70m", False),
     Case("GPUHeldIdle", {f"gpu_utilization{{{DEVICE}}}": "0x70", f"gpu_holders{{{DEVICE}}}": "0x70"}, "70m", False),
@@ -417,19 +442,18 @@ RECORDED: dict[str, dict[str, float]] = {
 """What the fleet above gives at each moment, and in an hour as many GPU-hours."""
 
 
-def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path) -> None:
-    hours = {name.replace(":sum", "_hours:sum1h"): expr for name, expr in RECORDED.items() if name.endswith(":sum")}
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
-    assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}
+def evaluate(tmp_path: Path, fleet: Mapping[str, float], answers: Mapping[str, Mapping[str, float]]) -> None:
+    """Holds what these expressions answer after two hours of a fleet, in which nothing changes, against the values by
+    labels."""
     expected = [
         {
-            "expr": name,
+            "expr": expr,
             "eval_time": "2h",
-            "exp_samples": [{"labels": f"{name}{{{labels}}}", "value": value} for labels, value in expr.items()],
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in values.items()],
         }
-        for name, expr in (RECORDED | hours).items()
+        for expr, values in answers.items()
     ]
-    series = [{"series": name, "values": f"{value}x120"} for name, value in FLEET.items()]
+    series = [{"series": name, "values": f"{value}x120"} for name, value in fleet.items()]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
     tests_file = tmp_path / "tests.yml"
     files = list(map(str, FILES))
@@ -459,3 +483,50 @@ def test_what_idles_is_recorded_in_every_minute_also_if_a_sample_comes_every_oth
     tests_file = tmp_path / "tests.yml"
     tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
     promtool("test", "rules", tests_file)
+def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path) -> None:
+    hours = {name.replace(":sum", "_hours:sum1h"): expr for name, expr in RECORDED.items() if name.endswith(":sum")}
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}
+    answers = {name: {f"{name}{{{labels}}}": v for labels, v in of.items()} for name, of in (RECORDED | hours).items()}
+    evaluate(tmp_path, FLEET, answers)
+
+
+def test_a_mig_device_is_as_much_of_a_gpu_as_its_model_can_be_cut_into(tmp_path: Path) -> None:
+    parts = {
+        ("NVIDIA A30", "2g.12gb"): 2 / 4,
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "1g.24gb+me"): 1 / 4,
+        ("NVIDIA RTX PRO 5000 Blackwell", "1g.24gb"): 1 / 2,
+        ("NVIDIA B200", "1c.2g.45gb"): 1 / 7,
+    }
+    fleet, answers = dict[str, float](), dict[str, float]()
+    for number, ((model, profile), part) in enumerate(parts.items()):
+        gpu = f'k8s_cluster_name="c",k8s_node_name="n",gpu_uuid="GPU-{number}"'
+        fleet[f'gpu_holders{{{gpu},gpu_model="{model}"}}'] = 0
+        mig = f'{gpu},gpu_mig_uuid="MIG-{number}"'
+        fleet[f'gpu_holders{{{mig},gpu_model="{model}",gpu_mig_profile="{profile}",{BERT}}}'] = 1
+        answers[f"device:gpu_slices:ratio{{{mig}}}"] = part
+    evaluate(tmp_path, fleet, {"device:gpu_slices:ratio": answers})
+
+
+def test_a_pod_may_have_done_what_is_no_pods_part_and_is_not_called_idle(tmp_path: Path) -> None:
+    """Of a device that it holds alone it has done all; of a shared one perhaps what an MPS server did, or video."""
+    of_pods: dict[tuple[str, ...], dict[str, float]] = {
+        ("encodes",): {"gpu_utilization": 0, "gpu_encode_utilization": 0.6},
+        ("by-mps",): {"gpu_utilization": 0.9, "gpu_unattributed_utilization_ratio": 0.9},
+        ("by-mps-too", "and-this"): {"gpu_utilization": 0.9, "gpu_unattributed_utilization_ratio": 0.9},
+        ("idles",): {"gpu_utilization": 0, "gpu_unattributed_utilization_ratio": 0},
+    }
+    fleet: dict[str, float] = {}
+    for number, (pods, metrics) in enumerate(of_pods.items()):
+        gpu = f'k8s_cluster_name="c",k8s_node_name="n",gpu_uuid="GPU-{number}"'
+        labels = [f'{gpu},k8s_namespace_name="ml",k8s_pod_name="{pod}"' for pod in pods]
+        of_device = labels[0] if len(labels) == 1 else gpu
+        fleet |= {f"{name}{{{gpu if 'unattr' in name else of_device}}}": value for name, value in metrics.items()}
+        fleet[f"gpu_holders{{{of_device}}}"] = len(pods)
+        fleet |= {
+            f"gpu_pod_{part}{{{pod}}}": 0 for pod in labels for part in ("utilization_ratio", "memory_used_bytes")
+        }
+    (panel,) = [query for query in queries() if str(query) == "gpu-idle/Pods that idle/A"]
+    shown = filled(panel.expr, {"cluster": ".+", "node": ".*", "namespace": "ml", "idle": "15m"})
+    recorded = {f"namespace:gpu_idle:sum{{{ML}}}": 1.0}
+    evaluate(tmp_path, fleet, {shown: {"{}": 1}, "namespace:gpu_idle:sum": recorded})
