@@ -9,16 +9,16 @@ State:    for each device the last tick, a ring of ``slots`` means, and at most 
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from delivery import replays
 from delivery.replays import LastTick
-from gpustream.ticks import Tick, TickDevice, TickHolder, TickParts
-from topics.attributed import by_pod
-from topics.idleness import IDLE_BELOW, Activity, activity_of, work_of
+from gpustream.ticks import Tick, TickDevice, TickHolder
+from topics.attributed import Parts, by_pod
+from topics.idleness import IDLE_BELOW, Activity, activity_of, is_idle, rest_of, work_by_pod, work_of
 from topics.samples import Process, silent_after_ms, silent_after_s
 
 SILENT_S = 15.0
@@ -46,7 +46,8 @@ METRICS = ("used_ratio", "memory_used_bytes", "power_watts", "temperature_celsiu
 class Holder(NamedTuple):
     """A pod on a device, and its own part of the device; a part that is not known is None.
 
-    A process without a pod has no namespace, and ``pod`` is then its PID.
+    ``idle``: it does nothing with the device, as alerts judge that in a tick. A process without a pod has no namespace,
+    and ``pod`` is then its PID.
     """
 
     namespace: str
@@ -56,6 +57,7 @@ class Holder(NamedTuple):
     used_ratio: float | None = None
     memory_used_bytes: float | None = None
     power_watts: float | None = None
+    idle: bool = False
 
     @property
     def name(self) -> str:
@@ -173,10 +175,8 @@ class Device:
         return trouble or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
 
     def is_idle_for(self, holder: Holder) -> bool:
-        """Whether a holder does nothing with the device: by its own part of the use, if that is known."""
-        if holder.used_ratio is None or self.status not in ("busy", "idle"):
-            return self.status == "idle"
-        return holder.used_ratio < IDLE_BELOW
+        """Whether a holder is known to do nothing with the device."""
+        return holder.idle and self.status in ("busy", "idle")
 
     def held_since_ms(self, name: str) -> int:
         """Since when the pod of this name has held the device, as far back as is known."""
@@ -244,8 +244,9 @@ class Node:
 class Use(NamedTuple):
     """A pod, a workload or a process without a pod, and what it does with the GPUs that it holds, alone or with others.
 
-    ``used_ratio`` is the mean over its devices, None if none reports it. ``devices`` are those that it holds, and
-    ``since_ms`` is when it got the first of them, as far back as is known. ``nodes`` and ``gpus`` count each once.
+    ``used_ratio`` is the mean over its devices, memory and power are sums over them; None if none reports it.
+    ``devices`` are those that it holds, and ``since_ms`` is when it got the first of them, as far back as is known.
+    ``nodes`` and ``gpus`` count each once.
     """
 
     namespace: str
@@ -257,8 +258,8 @@ class Use(NamedTuple):
     gpus: int
     idle: int
     used_ratio: float | None
-    memory_used_bytes: float
-    power_watts: float
+    memory_used_bytes: float | None
+    power_watts: float | None
     since_ms: int
     devices: tuple[Device, ...]
 
@@ -353,23 +354,40 @@ class Fleet:
 
     def _holders(self, node: str, device: TickDevice) -> list[Holder]:
         """Each pod that holds the device, once; each process on a device that no pod holds."""
-        if not device.holders:
-            return [
-                Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
-                     process.memory_used_bytes)
-                for process in device.processes or ()
-            ]  # fmt: skip
-        if len(device.holders) == 1:
-            return [_pod(device.holders[0], device.holders)]
-        return [_pod(holders[0], holders) for holders in by_pod(device.holders).values()]
+        if device.holders:
+            pods = by_pod(device.holders)
+            return _with_idleness(device, [(_pod(holders), pod.pod_uid) for pod, holders in pods.items()])
+        processes = [
+            Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
+                   process.memory_used_bytes)
+            for process in device.processes or ()
+        ]  # fmt: skip
+        return _with_idleness(device, [(process, None) for process in processes])
 
 
-def _pod(first: TickHolder, holders: Iterable[TickHolder]) -> Holder:
+def _pod(holders: Sequence[TickHolder]) -> Holder:
     """A pod from its containers on a device. One of them has the pod's parts."""
-    parts = next((holder.parts for holder in holders if holder.parts is not None), TickParts())
+    first, parts = holders[0], next((holder.parts for holder in holders if holder.parts is not None), Parts())
     workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
     team = first.labels.get("team") or first.namespace_labels.get("team", "")
     return Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts))
+
+
+def _with_idleness(device: TickDevice, holders_and_uids: Sequence[tuple[Holder, str | None]]) -> list[Holder]:
+    """The holders of a device, each with whether it is idle. One that was not given the device is not."""
+    work, work_of_pods, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
+    observed = {(holder.namespace, holder.pod) for holder in device.holders if holder.observed}
+    if len(holders_and_uids) > 1:
+        uids = {uid for _, uid in holders_and_uids} - {None}
+        strangers = bool(device.holders) and not work_of_pods.keys() <= uids
+        parts = [holder.used_ratio for holder, _ in holders_and_uids]
+        rest = rest_of(device.unattributed, work, parts, strangers=strangers)
+    holders = []
+    for holder, uid in holders_and_uids:
+        processes = work_of_pods.get(uid, 0.0) if uid is not None else 0.0
+        is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, processes, rest) is True
+        holders.append(holder._replace(idle=is_known_idle and (holder.namespace, holder.pod) not in observed))
+    return holders
 
 
 def pods(devices: Iterable[Device]) -> list[Use]:
@@ -394,16 +412,14 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             pairs_by_key.setdefault(key(device, holder), []).append((device, holder))
     uses = []
     for pairs in pairs_by_key.values():
-        ratios, memory, power = list[float](), 0.0, 0.0
+        ratios, memory, power = list[float](), list[float](), list[float]()
         for device, holder in pairs:
-            used, memory_bytes, watts = holder[4:]
+            parts: tuple[float | None, ...] = holder.used_ratio, holder.memory_used_bytes, holder.power_watts
+            whole = (device.used_ratio, device.memory_used_bytes, device.power_watts)
             if len(device.holders) == 1:
-                memory_bytes = device.memory_used_bytes if memory_bytes is None else memory_bytes
-                watts = device.power_watts if watts is None else watts
-            used = device.used_ratio if used is None else used
-            ratios += [] if used is None else [used]
-            memory += memory_bytes or 0.0
-            power += watts or 0.0
+                parts = tuple([total if part is None else part for part, total in zip(parts, whole, strict=True)])
+            for values, part in zip((ratios, memory, power), parts, strict=True):
+                values += [] if part is None else [part]
         first, gpus = pairs[0][1], {device.gpu for device, _ in pairs}
         not_idle = {device.gpu for device, holder in pairs if not device.is_idle_for(holder)}
         use = Use(
@@ -416,8 +432,8 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             gpus=len(gpus),
             idle=len(gpus - not_idle),
             used_ratio=sum(ratios) / len(ratios) if ratios else None,
-            memory_used_bytes=memory,
-            power_watts=power,
+            memory_used_bytes=sum(memory) if memory else None,
+            power_watts=sum(power) if power else None,
             since_ms=min(device.held_since_ms(holder.name) for device, holder in pairs),
             devices=tuple(device for device, _ in pairs),
         )

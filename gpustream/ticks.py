@@ -2,7 +2,7 @@
 
 import msgspec
 
-from topics.attributed import AttributedTick, Workload
+from topics.attributed import AttributedTick, Parts, Workload
 from topics.idleness import Ratios
 from topics.samples import Mig, Process
 from topics.topic import decoder
@@ -26,14 +26,6 @@ class Metrics(Ratios, frozen=True, gc=False):
         return self.graphics_engine_active_ratio if self.sm_active_ratio is None else self.sm_active_ratio
 
 
-class TickParts(msgspec.Struct, frozen=True, gc=False):
-    """One holder's part of a shared device."""
-
-    utilization_ratio: float | None = None
-    memory_used_bytes: float | None = None
-    power_watts: float | None = None
-
-
 class TickHolder(msgspec.Struct, frozen=True):
     """A container that holds a device."""
 
@@ -44,7 +36,8 @@ class TickHolder(msgspec.Struct, frozen=True):
     workload: Workload | None = None
     labels: dict[str, str] = {}
     namespace_labels: dict[str, str] = {}
-    parts: TickParts | None = None
+    parts: Parts | None = None
+    observed: bool = False
 
 
 class TickEvent(msgspec.Struct, frozen=True, gc=False):
@@ -67,6 +60,7 @@ class TickDevice(msgspec.Struct, frozen=True):
     holders: tuple[TickHolder, ...] = ()
     processes: tuple[Process, ...] | None = None
     events: tuple[TickEvent, ...] | None = None
+    unattributed: Parts | None = None
     attribution: str | None = None
 
 

@@ -5,7 +5,7 @@ Out:      lines, and rows of tables.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
@@ -70,8 +70,10 @@ class Now:
         fleet = self.fleet
         if not fleet.nodes and self.trouble:
             return self.trouble
-        held_gpus = len({device.gpu for device in fleet.devices() if device.holders})
-        parts = [f"{len(fleet.nodes)} nodes, {len(list(fleet.gpus()))} GPUs ({held_gpus} held)", *self.facts]
+        parts = [
+            f"{len(fleet.nodes)} nodes, {len(list(fleet.gpus()))} GPUs ({_held(fleet.devices())} held)",
+            *self.facts,
+        ]
         parts += [counted(len(self.firing), "alert")] if self.firing else []
         current_devices = [device for device in fleet.devices() if not device.silent]
         ratios = [(use.used_ratio, use.who) for use in pods(current_devices) if use.used_ratio is not None]
@@ -103,6 +105,17 @@ def _holder_names(device: Device, width: int = 80) -> str:
     return ", ".join(holder.pod if width < _NAMESPACE_FROM else holder.name for holder in device.holders)
 
 
+def _held(devices: Iterable[Device]) -> int:
+    """How many physical GPUs are held, whole or in MIG devices."""
+    return len({device.gpu for device in devices if device.holders})
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """The sum of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
 def _index(device: Device) -> tuple[int, str]:
     return -1 if device.index is None else device.index, device.mig
 
@@ -115,10 +128,11 @@ class NodeRow(NamedTuple):
 
     node: Node
     gpus: list[Device]
+    held: int
     counts: Counter[Status]
     used_ratio: float | None
     memory_ratio: float | None
-    power_watts: float
+    power_watts: float | None
     celsius: float | None
     trouble: str
 
@@ -133,10 +147,11 @@ def node_row(node: Node) -> NodeRow:
     return NodeRow(
         node,
         gpus,
+        _held(node.devices.values()),
         Counter(gpu.status for gpu in gpus),
         sum(used) / len(used) if used else None,
         sum(part for part, _ in known_memory) / sum(whole for _, whole in known_memory) if known_memory else None,
-        sum(gpu.power_watts or 0.0 for gpu in gpus),
+        _sum(gpu.power_watts for gpu in gpus),
         max((gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None), default=None),
         ", ".join(f"GPU {gpu.index} {gpu.trouble}" for gpu in node.devices.values() if gpu.trouble and not gpu.mig),
     )
@@ -152,7 +167,7 @@ NODES = TableView(
     columns=(
         text_column("NODE", 10, lambda row: row.node.name, share=2),
         Column("GPUS", 16, lambda row: len(row.gpus), lambda row, _: [draw.sign(gpu) for gpu in row.gpus]),
-        amount_column("HELD", 5, lambda row: len(row.gpus) - row.counts["free"]),
+        amount_column("HELD", 5, lambda row: row.held),
         bar_column("USED", 12, lambda row: row.used_ratio, lambda _: draw.STYLES["busy"]),
         bar_column("MEMORY", 12, lambda row: row.memory_ratio, lambda _: draw.MEMORY),
         amount_column("POWER", 8, lambda row: row.power_watts, watts),
@@ -298,8 +313,11 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
     ]
     total_memory = sum(device.memory_total_bytes or 0 for device in memory)
     used_memory = sum(device.memory_used_bytes or 0 for device in memory)
-    limit = sum(gpu.power_limit_watts or 0.0 for gpu in current_gpus)
-    power = sum(gpu.power_watts or 0.0 for gpu in current_gpus)
+    power = _sum(gpu.power_watts for gpu in current_gpus)
+    limited = [gpu for gpu in current_gpus if gpu.power_watts is not None and gpu.power_limit_watts is not None]
+    limited_power, limit = (
+        _sum(getattr(gpu, name) for gpu in limited) for name in ("power_watts", "power_limit_watts")
+    )
     third = max(16, (width - 8) // 3 - 7)
     legend: Line = []
     for status, count in ordered.items():
@@ -312,7 +330,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         [
             ("used ", ""), *bar(sum(used) / len(used) if used else None, third, draw.STYLES["busy"]),
             ("  memory ", ""), *bar(_ratio(used_memory, total_memory), third, draw.MEMORY),
-            ("  power ", ""), *bar(_ratio(power, limit), third, draw.POWER), (f" {watts(power)}", ""),
+            ("  power ", ""), *bar(_ratio(limited_power, limit), third, draw.POWER), (f" {watts(power)}", ""),
         ],
         [],
     ]  # fmt: skip

@@ -139,6 +139,41 @@ def test_of_a_shared_device_each_pod_has_its_part() -> None:
     ]
 
 
+def test_of_a_shared_device_a_pod_whose_part_is_not_known_has_no_numbers() -> None:
+    known = {"namespace": "ml", "pod": "known", "parts": {"memory_used_bytes": 256, "power_watts": 9}}
+    shared = gpu("a", 0.9) | {"holders": [known, {"namespace": "ml", "pod": "unknown"}]}
+    shared["metrics"] |= {"power_watts": 400}
+    uses = {use.name: use[8:11] for use in pods(fleet_of(tick(shared)).devices())}
+
+    assert uses == {"known": (None, 256, 9), "unknown": (None, None, None)}
+
+
+def test_a_pod_may_have_done_what_is_no_pods_part_and_is_not_called_idle() -> None:
+    """Of a device that it holds alone it has done all; of a shared one perhaps what an MPS server did, or video."""
+    nothing = {"utilization_ratio": 0.0}
+
+    def idle(*pod_names: str, rest: float = 0.0, **metrics: float) -> list[int]:
+        holders = [{"namespace": "ml", "pod": name, "pod_uid": name, "parts": nothing} for name in pod_names]
+        work = gpu("a", None) | {"holders": holders, "unattributed": {"utilization_ratio": rest}, "metrics": metrics}
+        return [use.idle for use in pods(fleet_of(tick(work)).devices())]
+
+    assert idle("encodes", gpu_utilization_ratio=0.0, encoder_utilization_ratio=0.6) == [0]
+    assert idle("by-mps", rest=0.9, gpu_utilization_ratio=0.9) == [0]
+    assert idle("by-mps", "too", rest=0.9, gpu_utilization_ratio=0.9) == [0, 0]
+    assert idle("idles", gpu_utilization_ratio=0.0) == [1]
+    assert idle("idles", "too", gpu_utilization_ratio=0.005) == [1, 1]
+
+
+def test_an_idle_pod_is_found_beside_one_that_works() -> None:
+    holders = [
+        {"namespace": "ml", "pod": name, "pod_uid": name, "parts": {"utilization_ratio": part}}
+        for name, part in {"works": 0.8, "idles": 0.0}.items()
+    ]
+    shared = gpu("a", 0.9) | {"holders": holders, "unattributed": {"utilization_ratio": 0.1}}
+
+    assert {use.name: use.idle for use in pods(fleet_of(tick(shared)).devices())} == {"works": 0, "idles": 1}
+
+
 def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -> None:
     def holder(pod: str, workload: dict[str, str] | None) -> dict[str, Any]:
         return {"namespace": "ml", "pod": pod, "workload": workload, "labels": {"team": "nlp"}}

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from gpustream.fleet import Fleet
 from gpustream.top import draw
-from gpustream.top.views import TABLES, FiringAlert, Now, fleet_lines
+from gpustream.top.views import TABLES, FiringAlert, Now, fleet_lines, node_row
 from tests.gpustream.test_fleet import fleet_of, gpu, tick
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
@@ -14,6 +14,11 @@ FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks b
 def line(fleet: Fleet, facts: list[str], alerts: int, trouble: str) -> str:
     firing = [FiringAlert(None, None)] * alerts  # type: ignore[arg-type] # only counted
     return Now(fleet, firing, datetime.now(UTC), "", facts, trouble).line()
+
+
+def lines(fleet: Fleet) -> str:
+    """The view of the fleet."""
+    return "\n".join(draw.text_of(part) for part in fleet_lines(Now(fleet, [], datetime.now(UTC), ""), 100, 30))
 
 
 def test_a_line_says_how_many_gpus_are_held_what_flows_and_who_is_busiest() -> None:
@@ -31,10 +36,33 @@ def test_old_values_of_silent_nodes_are_in_no_sum() -> None:
     fleet = fleet_of(tick(gpu("a", 0.9, "ml/gone"), node="m"), tick(gpu("b", 0.2, "ml/x")))
     fleet.nodes["c", "n"].at_s = 60.0
     fleet.age(61.0)
-    text = "\n".join(draw.text_of(part) for part in fleet_lines(Now(fleet, [], datetime.now(UTC), ""), 100, 30))
 
     assert "busiest ml/x at 20%" in line(fleet, FACTS, 0, "")
-    assert re.search("used .* 20%  memory", text)
+    assert re.search("used .* 20%  memory", lines(fleet))
+
+
+def test_a_gpu_that_fails_or_whose_node_is_silent_is_held_only_if_somebody_holds_it() -> None:
+    fleet = fleet_of(tick(gpu("a", 0.2, "ml/x"), gpu("b", None, state="lost"), gpu("c", None, "ml/x", state="lost")))
+    (node,) = fleet.nodes.values()
+
+    assert node_row(node).held == 2
+    fleet.age(60.0)
+    assert node_row(node).held == 2
+
+
+def test_power_that_no_gpu_reports_is_not_known() -> None:
+    limit, both = {"power_limit_watts": 700}, {"power_watts": 350, "power_limit_watts": 700}
+    unknown, known = (
+        fleet_of(tick(gpu("a") | {"metrics": limit})),
+        fleet_of(
+            tick(*(gpu(u) | {"metrics": m} for u, m in {"a": limit, "b": both, "c": {"power_watts": 100}}.items()))
+        ),
+    )
+
+    assert node_row(*unknown.nodes.values()).power_watts is None
+    assert node_row(*known.nodes.values()).power_watts == 450
+    assert re.search(r"power +- -", lines(unknown))
+    assert re.search(r"power .* 50% 450 W", lines(known))
 
 
 def test_while_it_starts_it_says_what_it_waits_for() -> None:
