@@ -405,7 +405,7 @@ def workloads(devices: Iterable[Device]) -> list[Use]:
 
 
 def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, ...]]) -> list[Use]:
-    """The sums over the devices of each holder: its part of each, and the whole of a device that it holds alone."""
+    """The sums over the devices of each holder: its part of each, and the whole of a device that a pod holds alone."""
     pairs_by_key: dict[tuple[str, ...], list[tuple[Device, Holder]]] = {}
     for device in devices:
         for holder in device.holders:
@@ -414,12 +414,11 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
     for pairs in pairs_by_key.values():
         ratios, memory, power = list[float](), list[float](), list[float]()
         for device, holder in pairs:
-            parts: tuple[float | None, ...] = holder.used_ratio, holder.memory_used_bytes, holder.power_watts
-            whole = (device.used_ratio, device.memory_used_bytes, device.power_watts)
-            if len(device.holders) == 1:
-                parts = tuple([total if part is None else part for part, total in zip(parts, whole, strict=True)])
-            for values, part in zip((ratios, memory, power), parts, strict=True):
-                values += [] if part is None else [part]
+            part = holder.used_ratio, holder.memory_used_bytes, holder.power_watts
+            if holder.namespace and len(device.holders) == 1:
+                part = device.used_ratio, device.memory_used_bytes, device.power_watts
+            for values, value in zip((ratios, memory, power), part, strict=True):
+                values += [] if value is None else [value]
         first, gpus = pairs[0][1], {device.gpu for device, _ in pairs}
         not_idle = {device.gpu for device, holder in pairs if not device.is_idle_for(holder)}
         use = Use(

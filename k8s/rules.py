@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import yaml
 
 from gpustream import reference
-from k8s.dashboards.queries import ACTIVITY, DEVICE, GPU, IDLE_BELOW, POD, WORKLOAD, did_nothing, idle_pods, most
+from k8s.dashboards.queries import (
+    ACTIVITY,
+    DEVICE,
+    GPU,
+    IDLE_BELOW,
+    POD,
+    UTILIZATION,
+    WORKLOAD,
+    alone_or_part,
+    did_nothing,
+    idle_pods,
+    most,
+)
 from sinks import SINKS
 from streams import STREAMS
 from streams.alerts.xids import XIDS, XidKind
@@ -72,7 +84,7 @@ class Alert(NamedTuple):
 def recording() -> Iterator[tuple[str, str]]:
     """The recording rules: for devices and pods, then for :data:`LEVELS`. Of a shared GPU, a pod's share counts."""
     alone, otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
-    holders, part = f"gpu_holders{otel}", f"gpu_pod_utilization_ratio{otel}"
+    holders = f"gpu_holders{otel}"
     pod_labels = f"{DEVICE}, {POD}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
     owned_pod_labels = f"{pod_labels}, {OWNER}"
@@ -89,11 +101,8 @@ def recording() -> Iterator[tuple[str, str]]:
         f"group by ({owned_pod_labels}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes{otel})\n"
         f"  / on ({DEVICE}) group_left () max by ({DEVICE}) ({holders} > 0)\n  {slices}",
     )
-    yield (
-        "pod:gpu_used:ratio",
-        f"max by ({owned_pod_labels}) (\n  {part} or on ({DEVICE})"
-        f' (gpu_utilization{{{alone}}} or gpu_gr_engine_active{{{alone},gpu_mig_uuid!=""}}))\n  {slices}',
-    )
+    used = f"max by ({owned_pod_labels}) ({alone_or_part(*UTILIZATION, OTEL)})"
+    yield "pod:gpu_used:ratio", f"{used}\n  {slices}"
     yield "pod:gpu_idle:ratio", f"pod:gpu_held:ratio and on ({pod_labels}) ({did_nothing(OTEL, OTEL, INTERVAL)})"
     for level, (source, by) in LEVELS.items():
         for category in ("held", "used", "idle"):

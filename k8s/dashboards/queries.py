@@ -51,9 +51,9 @@ def holding_pods(matchers: str, by: str) -> str:
 
 
 def alone_or_part(metric: str, part: str, matchers: str) -> str:
-    """A quantity of each pod on each device: its part of a shared device, else the device's, if it holds that alone."""
+    """A quantity of each pod on each device: the device's if it holds that alone, else its part of it."""
     alone = [f'{name}{{{matchers},k8s_pod_name!=""}}' for name in metric.split()]
-    return f" or on ({DEVICE}) ".join([f"{part}{{{matchers}}}", *alone])
+    return f" or on ({DEVICE}) ".join([*alone, f"{part}{{{matchers}}}"])
 
 
 UTILIZATION = ("gpu_utilization gpu_gr_engine_active", "gpu_pod_utilization_ratio")

@@ -139,6 +139,15 @@ def test_of_a_shared_device_each_pod_has_its_part() -> None:
     ]
 
 
+def test_a_pod_that_holds_a_device_alone_has_all_that_the_device_does() -> None:
+    by_mps = {"utilization_ratio": 0.0, "memory_used_bytes": 256, "power_watts": 0.0}
+    sole = gpu("a", 0.9) | {"holders": [{"namespace": "ml", "pod": "by-mps", "parts": by_mps}]}
+    sole["metrics"] |= {"power_watts": 400}
+    (use,) = pods(fleet_of(tick(sole)).devices())
+
+    assert (use.used_ratio, use.memory_used_bytes, use.power_watts) == (0.9, 1024, 400)
+
+
 def test_of_a_shared_device_a_pod_whose_part_is_not_known_has_no_numbers() -> None:
     known = {"namespace": "ml", "pod": "known", "parts": {"memory_used_bytes": 256, "power_watts": 9}}
     shared = gpu("a", 0.9) | {"holders": [known, {"namespace": "ml", "pod": "unknown"}]}

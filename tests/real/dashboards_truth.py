@@ -156,11 +156,11 @@ def values_of(devices: Iterable[DeviceState], name: str, **labels: str) -> Itera
 
 
 def of_pods(devices: Iterable[DeviceState], name: str, part: str) -> Iterator[Row]:
-    """A quantity of each pod on each device: its part if the device is divided, else the device's."""
+    """A quantity of each pod on each device: the device's if it holds that alone, else its part of it."""
     for state in devices:
-        divided = any(part in pod.parts for pod in state.pods)
         for pod in state.pods:
-            value = pod.parts.get(part) if divided else (_total(state, name) if pod.of == 1 else None)
+            total = _total(state, name) if pod.of == 1 else None
+            value = pod.parts.get(part) if total is None else total
             if value is not None:
                 yield {**state.labels, **pod.labels}, value
 

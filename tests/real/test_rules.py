@@ -530,3 +530,31 @@ def test_a_pod_may_have_done_what_is_no_pods_part_and_is_not_called_idle(tmp_pat
     shown = filled(panel.expr, {"cluster": ".+", "node": ".*", "namespace": "ml", "idle": "15m"})
     recorded = {f"namespace:gpu_idle:sum{{{ML}}}": 1.0}
     evaluate(tmp_path, fleet, {shown: {"{}": 1}, "namespace:gpu_idle:sum": recorded})
+
+
+def test_a_pod_that_holds_a_gpu_alone_has_all_that_the_gpu_does(tmp_path: Path) -> None:
+    """What no process of its own did, as an MPS server or a GPU that idles, is not lost to it."""
+    gpus = [f'k8s_cluster_name="c",k8s_node_name="n",gpu_uuid="GPU-{number}"' for number in range(2)]
+    idles, by_mps = (
+        f'{gpu},k8s_namespace_name="ml",k8s_pod_name="{pod}"'
+        for gpu, pod in zip(gpus, ("idles", "by-mps"), strict=True)
+    )
+    fleet: dict[str, float] = {}
+    for pod, used, watts in ((idles, 0, 70), (by_mps, 0.9, 400)):
+        fleet |= {f"gpu_holders{{{pod}}}": 1, f"gpu_utilization{{{pod}}}": used, f"gpu_power_draw{{{pod}}}": watts}
+        fleet |= {f"gpu_pod_{part}{{{pod}}}": 0 for part in ("utilization_ratio", "memory_used_bytes", "power_watts")}
+    chosen = {"cluster": ".+", "node": ".*", "namespace": "ml", "workload": ".*", "idle": "15m"}
+    panels = {
+        str(q): filled(q.expr, chosen)
+        for q in queries()
+        if q.board in {"gpu-workload", "gpu-idle"} and "$__" not in q.expr
+    }
+    blocks = 'k8s_node_name="n",gpu_uuid="GPU-0",k8s_namespace_name="ml",k8s_pod_name="idles"'
+    answers: dict[str, dict[str, float]] = {
+        panels["gpu-workload/GPUs' worth of work/A"]: {"{}": 0.9},
+        panels["gpu-workload/Power/A"]: {"{}": 470},
+        panels["gpu-idle/Pods and what they block/B"]: {f"{{{blocks}}}": 70},
+        "namespace:gpu_used:sum": {f"namespace:gpu_used:sum{{{ML}}}": 0.9},
+        "fleet:gpu_used:sum": {f"fleet:gpu_used:sum{{{C}}}": 0.9},
+    }
+    evaluate(tmp_path, fleet, answers)
