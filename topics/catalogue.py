@@ -175,6 +175,16 @@ USAGE = {
     "idle": Info("gpu_usage_idle_seconds", "For how long of that the pod did nothing with it.", "seconds"),
     "energy": Info("gpu_usage_energy_joules", "What the device drew for it, or while nobody held it.", "joules"),
     "free": Info("gpu_usage_free_seconds", "How long nobody held the device within an hour.", "seconds"),
+    "held_gpu": Info(
+        "gpu_usage_held_gpu_seconds",
+        "How much of a whole GPU's time that was: of a MIG device with two of seven compute slices 2/7.",
+        "seconds",
+    ),
+    "free_gpu": Info(
+        "gpu_usage_free_gpu_seconds",
+        "How much of a whole GPU's time nobody held, slices that are cut into no MIG device among it.",
+        "seconds",
+    ),
 }
 """In all profiles, from gpu.usage."""
 

@@ -228,35 +228,46 @@ IDLE_BOARD = dashboard(
 )
 
 
-USED = 'k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace",k8s_namespace_name!="",team=~"$team"'
+USED = 'k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace",team=~"$team"'
 
 
 # -- who uses the fleet: hours that are final, each one sample at its end
 
 
-def hours(category: str, matchers: str = USED, window: str = "$__range") -> str:
-    return f"sum_over_time(gpu_usage_{category}_seconds{{{matchers}}}[{window}])"
+def over_time(name: str, window: str = "$__range") -> str:
+    return f"sum_over_time(gpu_usage_{name}{{{USED}}}[{window}])"
+
+
+def hours(category: str, window: str = "$__range") -> str:
+    """GPU-hours, in seconds: what was used and wasted of a device, in proportion to the part of a GPU that it is."""
+    held = over_time("held_gpu_seconds", window)
+    if category == "held":
+        return held
+    return f"{over_time(f'{category}_seconds', window)} * {held} / {over_time('held_seconds', window)}"
+
+
+ENERGY = f"{over_time('energy_joules')} and {over_time('held_seconds')}"
 
 
 def columns(by: str) -> list[Column]:
-    held, energy = hours("held"), f"sum_over_time(gpu_usage_energy_joules{{{USED}}}[$__range])"
+    held = hours("held")
     return [
         Column("held", f"sum by ({by}) ({held}) / 3600", "h"),
         Column("used", f"sum by ({by}) ({hours('used')}) / 3600", "h"),
         Column("wasted", f"sum by ({by}) ({hours('idle')}) / 3600", "h", LOOK_ABOVE_ZERO),
         Column("share used", f"sum by ({by}) ({hours('used')}) / sum by ({by}) ({held})", "percentunit", SHARE_IS_GOOD),
-        Column("energy", f"sum by ({by}) ({energy}) / 3600", "watth"),
+        Column("energy", f"sum by ({by}) ({ENERGY}) / 3600", "watth"),
         Column("cost", f"sum by ({by}) ({held}) / 3600 * $price"),
     ]
 
 
 total, team = "sum({}) / 3600", "{{team}}"
-free = hours("free", 'k8s_cluster_name=~"$cluster"')
+FREE = 'sum_over_time(gpu_usage_free_gpu_seconds{k8s_cluster_name=~"$cluster"}[$__range])'
 HELD_SECONDS = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
 USAGE_BOARD = dashboard(
     "gpu-usage",
     "Who uses the fleet",
-    "Device-hours that were held, used and wasted, by whom. An hour of gpu.usage is here when it is final.",
+    "GPU-hours that were held, used and wasted, by whom. An hour of gpu.usage is here when it is final.",
     [
         choice("cluster", "k8s_cluster_name", "gpu_usage_held_seconds"),
         choice("namespace", "k8s_namespace_name", HELD_SECONDS),
@@ -264,25 +275,30 @@ USAGE_BOARD = dashboard(
         typed("price", "price of a GPU-hour", "2.50"),
     ],
     [
-        tile("Held", "Hours for which pods held a GPU or a MIG device.", total.format(hours("held")), "h"),
-        tile("Used", "Hours of work.", total.format(hours("used")), "h"),
+        tile(
+            "Held",
+            "GPU-hours that somebody held: a MIG device counts by its compute slices.",
+            total.format(hours("held")),
+            "h",
+        ),
+        tile("Used", "GPU-hours of work.", total.format(hours("used")), "h"),
         tile(
             "Wasted",
-            "Hours that were held while nothing was done.",
+            "GPU-hours that were held while nothing was done.",
             total.format(hours("idle")),
             "h",
             LOOK_ABOVE_ZERO,
         ),
         tile(
             "Free",
-            "Hours of GPUs and MIG devices that nobody held, of the clusters chosen.",
-            total.format(free),
+            "GPU-hours that nobody held, of the clusters chosen.",
+            total.format(FREE),
             "h",
         ),
         tile(
             "Energy",
             "Of what was held.",
-            f"sum(sum_over_time(gpu_usage_energy_joules{{{USED}}}[$__range])) / 3600",
+            f"sum({ENERGY}) / 3600",
             "watth",
         ),
         tile("Cost", "Of what was held, by the price above.", f"sum({hours('held')}) / 3600 * $price"),
@@ -310,7 +326,7 @@ USAGE_BOARD = dashboard(
         *[
             graph(
                 f"{title} by team",
-                "Device-hours of each hour.",
+                "GPU-hours of each hour.",
                 [(team, f"sum by (team) ({hours(category, window='1h')}) / 3600")],
                 "h",
                 stacked=True,

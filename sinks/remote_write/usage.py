@@ -42,8 +42,10 @@ REPLAYED = "replayed"
 _OWN_LABELS = 6
 """The most labels that usage adds to those of a device's series."""
 
-_HELD = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in USAGE if key != "free")
-_FREE = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in ("free", "energy"))
+_HELD, _FREE = (
+    tuple([Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in keys])
+    for keys in (("held", "used", "idle", "energy", "held_gpu"), ("free", "energy", "free_gpu"))
+)
 
 _NO_RELABELLING = Relabelling()
 _decode = decoder(Usage)
@@ -63,13 +65,13 @@ def group_of(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) -> S
     """The samples of an hour: seconds of the device, and joules. None if the hour is neither held nor free."""
     if not usage.device_ms:
         return None
-    joules = usage.energy_mj / 1000
+    joules, gpu_seconds = usage.energy_mj / 1000, usage.slice_ms / usage.of / 1000
     if usage.category == "held":
-        values = (usage.device_ms / 1000, usage.used_us / 1_000_000, usage.idle_ms / 1000, joules)
+        values = (usage.device_ms / 1000, usage.used_us / 1_000_000, usage.idle_ms / 1000, joules, gpu_seconds)
         return SampleGroup(SeriesSet(usage_labels(usage, names, max_labels), _HELD, "usage"), usage.end_ms, values)
     if usage.category == "free":
         series = SeriesSet(usage_labels(usage, names, max_labels), _FREE, "usage")
-        return SampleGroup(series, usage.end_ms, (usage.device_ms / 1000, joules))
+        return SampleGroup(series, usage.end_ms, (usage.device_ms / 1000, joules, gpu_seconds))
     return None
 
 

@@ -279,8 +279,13 @@ async def alerts(kafka: str, at_ms: int) -> list[dict[str, str]]:
 HELD_BY = {
     ("ml", "Job", "bert", "research"): (7200, 5400, 900, 3_600_000),
     ("web", "Deployment", "llm", "platform"): (3600, 900, 1800, 900_000),
+    ("ml", "Job", "cut", "research"): (700, 350, 70, 50_000),
+    ("a100", "SlurmJob", "4242", "physics"): (3600, 3000, 0, 700_000),
 }
 """Seconds held, used and idle, and joules, of an hour, by namespace, workload and team."""
+
+SLICES = {"cut": 2}
+"""How many of the 7 slices of its GPU a workload's device has, if not all."""
 
 FREE_S = 1800
 
@@ -288,9 +293,9 @@ FREE_S = 1800
 async def usage(kafka: str, at_ms: int) -> None:
     """An hour of gpu.usage, which ended a second before, on its way through the sink."""
     records = [
-        hour(at_ms - 1000, "held", (held_s, used_s, idle_s, joules), namespace=namespace, pod=f"{name}-0", team=team)
-        | {"workload": {"kind": kind, "name": name}}
-        for (namespace, kind, name, team), (held_s, used_s, idle_s, joules) in HELD_BY.items()
+        hour(at_ms - 1000, "held", devices, namespace=namespace, pod=f"{name}-0", team=team)
+        | {"workload": {"kind": kind, "name": name}, "slice_ms": devices[0] * 1000 * SLICES.get(name, 7)}
+        for (namespace, kind, name, team), devices in HELD_BY.items()
     ]
     records.append(hour(at_ms - 1000, "free", (FREE_S, 0, 0, 400_000)))
     async with sender_to(Connection(kafka)) as sender:
@@ -413,12 +418,12 @@ def test_every_metric_of_a_gpu_is_on_its_dashboard() -> None:
 
 
 def used(field: int, by: str = "") -> Answer:
-    """Seconds or joules of the hour, by some of these."""
-    names = ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name", "team")
-    rows = [
-        ({**dict(zip(names, holder, strict=True)), "k8s_cluster_name": CLUSTER}, float(devices[field]))
-        for holder, devices in HELD_BY.items()
-    ]
+    """Seconds of whole GPUs, or joules, of the hour, by some of these. A batch job has no namespace there."""
+    rows = []
+    for (namespace, kind, name, team), devices in HELD_BY.items():
+        labels = {"k8s_cluster_name": CLUSTER, "k8s_workload_kind": kind, "k8s_workload_name": name, "team": team}
+        labels |= {} if kind == "SlurmJob" else {"k8s_namespace_name": namespace}
+        rows.append((labels, float(devices[field] * (1 if field == 3 else SLICES.get(name, 7) / 7))))
     return grouped(rows, by)
 
 

@@ -60,15 +60,24 @@ class Setup(SharedSetup):
 async def test_a_final_hour_is_a_sample_at_its_end() -> None:
     setup = Setup()
     held_hour = usage(device_ms=3_599_999, used_us=1_800_000_001, idle_ms=60_001, energy_mj=2_460_000_007)
-    assert await setup.deliver(held_hour, free(device_ms=1, energy_mj=1)) == [2]
+    assert await setup.deliver(held_hour, free(device_ms=1, slice_ms=7, energy_mj=1)) == [2]
     assert setup.values() == {
         "gpu_usage_held_seconds": [(1, 3599.999)],
         "gpu_usage_used_seconds": [(1, 1800.000001)],
         "gpu_usage_idle_seconds": [(1, 60.001)],
         "gpu_usage_energy_joules": [(1, 2460000.007), (1, 0.001)],
         "gpu_usage_free_seconds": [(1, 0.001)],
+        "gpu_usage_held_gpu_seconds": [(1, 3600.0)],
+        "gpu_usage_free_gpu_seconds": [(1, 0.001)],
     }
     assert setup.count("records_delivered_total") == 2
+
+
+async def test_a_mig_device_has_its_slices_part_of_a_gpus_time() -> None:
+    setup = Setup()
+    await setup.deliver(usage(uuid="MIG-1", slice_ms=2 * HOUR_MS, of=7), free(slice_ms=5 * HOUR_MS, of=7))
+    assert setup.values()["gpu_usage_held_gpu_seconds"] == [(1, 2 * HOUR_MS / 7 / 1000)]
+    assert setup.values()["gpu_usage_free_gpu_seconds"] == [(1, 5 * HOUR_MS / 7 / 1000)]
 
 
 async def test_its_labels_are_those_of_the_device_with_its_holder_and_the_team() -> None:
@@ -137,7 +146,7 @@ async def test_an_hour_that_is_too_old_for_the_receiver_is_dropped_with_the_reas
     await setup.deliver(usage(), usage(start_ms=START_MS + HOUR_MS))
     assert setup.values()["gpu_usage_held_seconds"] == [(2, 3600.0)]
     assert setup.count("records_dropped_total", reason="too_old") == setup.count("records_delivered_total") == 1
-    assert setup.count("usage_samples_refused_total", reason="too_old") == 4
+    assert setup.count("usage_samples_refused_total", reason="too_old") == 5
 
 
 async def test_an_hour_of_which_a_refused_series_is_left_out_is_delivered() -> None:
