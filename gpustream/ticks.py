@@ -20,10 +20,9 @@ class Metrics(Ratios, frozen=True, gc=False):
 
     @property
     def used_ratio(self) -> float | None:
-        """How much the device is used: NVML's utilization; of a MIG device, which has none, GPM's."""
-        if self.gpu_utilization_ratio is not None:
-            return self.gpu_utilization_ratio
-        return self.graphics_engine_active_ratio if self.sm_active_ratio is None else self.sm_active_ratio
+        """How much the device is used: NVML's utilization; of a MIG device, which has none, GPM's. As usage has it."""
+        ratios = self.gpu_utilization_ratio, self.graphics_engine_active_ratio, self.sm_active_ratio
+        return next((ratio for ratio in ratios if ratio is not None), None)
 
 
 class TickHolder(msgspec.Struct, frozen=True):

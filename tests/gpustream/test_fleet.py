@@ -119,6 +119,14 @@ def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once() -> 
     assert [(use.who, use.gpus) for use in pods(fleet.devices())] == [("ml/bert", 1)]
 
 
+def test_a_mig_device_is_used_for_as_long_as_its_engines_are_active() -> None:
+    """As usage, the dashboards and the metrics API have it. How many of its SMs are busy is something else."""
+    mig = {"uuid": "m", "parent_uuid": "a", "profile": "1g.10gb"}
+    active = {"graphics_engine_active_ratio": 0.9, "sm_active_ratio": 0.3}
+
+    assert device(fleet_of(tick(gpu("m", mig=mig) | {"metrics": active})), "m").used_ratio == 0.9
+
+
 def test_a_gpu_is_idle_for_a_pod_that_uses_none_of_its_parts() -> None:
     def parts(*used: float) -> list[dict[str, Any]]:
         migs = [{"uuid": f"m{n}", "parent_uuid": "a", "profile": "1g.10gb"} for n in range(len(used))]
