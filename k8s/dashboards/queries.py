@@ -64,16 +64,18 @@ POWER = ("gpu_power_draw", "gpu_pod_power_watts")
 
 def idle_devices() -> str:
     """Each device that was held for the whole window, is still held, and did nothing in it."""
-    always = f"min by ({DEVICE}) (min_over_time(gpu_holders{{{NODE_MATCHERS}}}[$idle])) > 0"
-    since = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} offset $idle) > 0"
-    now = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0"
+    holders = f"gpu_holders{{{NODE_MATCHERS}}}"
+    always = f"min by ({DEVICE}) (min_over_time({holders}[$idle]) or {holders}) > 0"
+    since = f"max by ({DEVICE}) ({holders} offset $idle) > 0"
+    now = f"max by ({DEVICE}) ({holders}) > 0"
     did = f"max by ({DEVICE}) ({most(ACTIVITY, NODE_MATCHERS, '$idle')})"
     return f"({did} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
 
 
 def most(metrics: Sequence[str], matchers: str, window: str) -> str:
-    """The highest value of each series of these metrics in a window."""
-    return " or ".join(f"max_over_time({metric}{{{matchers}}}[{window}])" for metric in metrics)
+    """The highest value of each series of these metrics in a window, or the last one if samples are further apart."""
+    selectors = [f"{metric}{{{matchers}}}" for metric in metrics]
+    return " or ".join(f"max_over_time({selector}[{window}]) or {selector}" for selector in selectors)
 
 
 def did_nothing(pods: str, devices: str, window: str) -> str:

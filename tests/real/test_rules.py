@@ -442,9 +442,11 @@ RECORDED: dict[str, dict[str, float]] = {
 """What the fleet above gives at each moment, and in an hour as many GPU-hours."""
 
 
-def evaluate(tmp_path: Path, fleet: Mapping[str, float], answers: Mapping[str, Mapping[str, float]]) -> None:
+def evaluate(
+    tmp_path: Path, fleet: Mapping[str, float], answers: Mapping[str, Mapping[str, float]], *, every_min: int = 1
+) -> None:
     """Holds what these expressions answer after two hours of a fleet, in which nothing changes, against the values by
-    labels."""
+    labels. ``every_min``: how many minutes its samples are apart."""
     expected = [
         {
             "expr": expr,
@@ -453,11 +455,11 @@ def evaluate(tmp_path: Path, fleet: Mapping[str, float], answers: Mapping[str, M
         }
         for expr, values in answers.items()
     ]
-    series = [{"series": name, "values": f"{value}x120"} for name, value in fleet.items()]
-    test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    series = [{"series": name, "values": f"{value}x{120 // every_min}"} for name, value in fleet.items()]
+    test = {"interval": f"{every_min}m", "input_series": series, "promql_expr_test": expected}
     tests_file = tmp_path / "tests.yml"
-    files = list(map(str, FILES))
-    tests_file.write_text(yaml.safe_dump({"rule_files": files, "fuzzy_compare": True, "tests": [test]}))
+    document = {"rule_files": list(map(str, FILES)), "fuzzy_compare": True, "evaluation_interval": "1m"}
+    tests_file.write_text(yaml.safe_dump({**document, "tests": [test]}))
     promtool("test", "rules", tests_file)
 
 
@@ -483,12 +485,15 @@ def test_what_idles_is_recorded_in_every_minute_also_if_a_sample_comes_every_oth
     tests_file = tmp_path / "tests.yml"
     tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
     promtool("test", "rules", tests_file)
-def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path) -> None:
+
+
+@pytest.mark.parametrize("every_min", [1, 3])
+def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path, every_min: int) -> None:
     hours = {name.replace(":sum", "_hours:sum1h"): expr for name, expr in RECORDED.items() if name.endswith(":sum")}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}
     answers = {name: {f"{name}{{{labels}}}": v for labels, v in of.items()} for name, of in (RECORDED | hours).items()}
-    evaluate(tmp_path, FLEET, answers)
+    evaluate(tmp_path, FLEET, answers, every_min=every_min)
 
 
 def test_a_mig_device_is_as_much_of_a_gpu_as_its_model_can_be_cut_into(tmp_path: Path) -> None:
