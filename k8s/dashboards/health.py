@@ -16,7 +16,16 @@ from k8s.dashboards.panel import (
     table,
     tile,
 )
-from k8s.dashboards.queries import GPU, NODE_MATCHERS, POD, PROMETHEUS_ALERTS, events, firing_alerts, or_zero
+from k8s.dashboards.queries import (
+    GPU,
+    NODE_MATCHERS,
+    POD,
+    PROMETHEUS_ALERTS,
+    counted,
+    events,
+    firing_alerts,
+    or_zero,
+)
 from sinks import SINKS
 from streams import STREAMS
 
@@ -195,12 +204,8 @@ def increase(metric: str) -> str:
 
 
 def since(metrics: list[tuple[str, str]]) -> str:
-    """How many there were in the time shown, in all; a counter begins when it first counts."""
-    parts = [
-        f"(sum(({metric} unless {metric} offset $__range) or increase({metric}[$__range])) or vector(0))"
-        for _, metric in metrics
-    ]
-    return f"round({' + '.join(parts)})"
+    """How many there were in the time shown, in all."""
+    return f"round({' + '.join(f'(sum{counted(metric)} or vector(0))' for _, metric in metrics)})"
 
 
 LETTERS = each("records_dead_lettered_total", str)

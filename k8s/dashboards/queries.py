@@ -111,10 +111,14 @@ def firing_alerts() -> str:
     return " + ".join(f"(count({selector}) or vector(0))" for selector in selectors)
 
 
+def counted(counter: str, window: str = "$__range") -> str:
+    """What a counter counted in the window. One that began in it began with its first count; it may have ended."""
+    return f"((max_over_time({counter}[{window}]) unless {counter} offset {window}) or increase({counter}[{window}]))"
+
+
 def events(counter: str, by: str, window: str = "$__range") -> str:
-    """How many events a counter counted in the window. It has no series before the first, which is counted, too."""
-    increased = f"increase({counter}[{window}])"
-    return f"round(sum by ({by}) (({counter} unless {counter} offset {window}) or {increased})) > 0"
+    """How many events a counter counted in the window."""
+    return f"round(sum by ({by}) {counted(counter, window)}) > 0"
 
 
 def or_zero(expr: str) -> str:

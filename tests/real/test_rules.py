@@ -443,10 +443,11 @@ RECORDED: dict[str, dict[str, float]] = {
 
 
 def evaluate(
-    tmp_path: Path, fleet: Mapping[str, float], answers: Mapping[str, Mapping[str, float]], *, every_min: int = 1
+    tmp_path: Path, fleet: Mapping[str, float | str], answers: Mapping[str, Mapping[str, float]], *, every_min: int = 1
 ) -> None:
-    """Holds what these expressions answer after two hours of a fleet, in which nothing changes, against the values by
-    labels. ``every_min``: how many minutes its samples are apart."""
+    """Holds what these expressions answer after two hours of a fleet against the values by labels.
+    A value of the fleet stays, or is a series in promtool's notation. ``every_min``: how many minutes its samples are
+    apart."""
     expected = [
         {
             "expr": expr,
@@ -455,7 +456,10 @@ def evaluate(
         }
         for expr, values in answers.items()
     ]
-    series = [{"series": name, "values": f"{value}x{120 // every_min}"} for name, value in fleet.items()]
+    series = [
+        {"series": name, "values": value if isinstance(value, str) else f"{value}x{120 // every_min}"}
+        for name, value in fleet.items()
+    ]
     test = {"interval": f"{every_min}m", "input_series": series, "promql_expr_test": expected}
     tests_file = tmp_path / "tests.yml"
     document = {"rule_files": list(map(str, FILES)), "fuzzy_compare": True, "evaluation_interval": "1m"}
@@ -535,6 +539,23 @@ def test_a_pod_may_have_done_what_is_no_pods_part_and_is_not_called_idle(tmp_pat
     shown = filled(panel.expr, {"cluster": ".+", "node": ".*", "namespace": "ml", "idle": "15m"})
     recorded = {f"namespace:gpu_idle:sum{{{ML}}}": 1.0}
     evaluate(tmp_path, fleet, {shown: {"{}": 1}, "namespace:gpu_idle:sum": recorded})
+
+
+def test_what_was_counted_in_the_time_shown_is_there_though_its_process_has_ended(tmp_path: Path) -> None:
+    """A node is started again after some XID errors, and pods of gpustream are replaced."""
+    of_gpu = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="{0}",gpu_uuid="GPU-{0}"'
+    ended, counts = (f'gpu_xid_errors_total{{{of_gpu.format(number)},xid="79"}}' for number in range(2))
+    dropped = f'gpustream_producer_ticks_dropped_total{{{SCRAPED},reason="stopped"}}'
+    fleet = {ended: "_x60 1x9 3x9 stale", counts: "2x60 4x59", dropped: "_x60 7x9 stale"}
+    panels = {str(query): query.expr for query in queries()}
+    chosen = {"cluster": ".+", "node": ".*", "job": ".*", "instance": ".*", "__range": "90m"}
+    by_gpu = {f'{{{of_gpu.format(number)},xid="79"}}': value for number, value in enumerate((3, 2))}
+    answers = {
+        filled(panels["gpu-health/XID errors/A"], chosen): {"{}": 5},
+        filled(panels["gpu-health/XID errors by GPU/A"], chosen): by_gpu,
+        filled(panels["gpu-pipeline/Ticks dropped/A"], chosen): {"{}": 7},
+    }
+    evaluate(tmp_path, fleet, answers)
 
 
 def test_a_pod_that_holds_a_gpu_alone_has_all_that_the_gpu_does(tmp_path: Path) -> None:
