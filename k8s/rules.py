@@ -196,7 +196,7 @@ GPU_ALERTS = (
           """, "warning",
           SUBJECT + ": its NVLinks have errors", "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}."),
     Alert("GPUHeldIdle", f"count by (k8s_cluster_name, {POD}) {idle_pods(OTEL, OTEL, '1h')}", "info",
-          "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} holds {{ $value }} GPUs and uses none of them",
+          "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} does nothing with {{ $value }} of its GPUs",
           "It did less than 1 % on each for an hour, alone on it or with its part.", "5m"),
     Alert("GPUUsedUnallocated",
           f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders{{{OTEL}}}) == 0)",

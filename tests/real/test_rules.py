@@ -584,3 +584,21 @@ def test_a_pod_that_holds_a_gpu_alone_has_all_that_the_gpu_does(tmp_path: Path) 
         "fleet:gpu_used:sum": {f"fleet:gpu_used:sum{{{C}}}": 0.9},
     }
     evaluate(tmp_path, fleet, answers)
+
+
+def test_an_idle_alert_says_how_many_of_a_pods_gpus_idle_and_not_that_all_do(tmp_path: Path) -> None:
+    labels = {"k8s_cluster_name": "c", "k8s_namespace_name": "ml", "k8s_pod_name": "bert-0"}
+    busy = POD.replace("GPU-0", "GPU-1")
+    fleet = {f"gpu_utilization{{{POD}}}": "0x70", f"gpu_utilization{{{busy}}}": "0.9x70"}
+    fleet |= {f"gpu_holders{{{pod}}}": "1x70" for pod in (POD, busy)}
+    (rule,) = [rule for rule in rules() if rule.get("alert") == "GPUHeldIdle"]
+    summary = {"summary": "ml/bert-0 does nothing with 1 of its GPUs"}
+    alert = {"exp_labels": {"severity": "info", **labels}, "exp_annotations": rule["annotations"] | summary}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in fleet.items()],
+        "alert_rule_test": [{"eval_time": "70m", "alertname": "GPUHeldIdle", "exp_alerts": [alert]}],
+    }
+    tests_file = tmp_path / "tests.yml"
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
+    promtool("test", "rules", tests_file)
