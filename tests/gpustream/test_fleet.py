@@ -10,6 +10,7 @@ from gpustream.fleet import Device, Fleet, Flow, pods, workloads
 from gpustream.ticks import Tick, decode_tick
 from producers.simulated.fleet import Fleet as SimulatedFleet
 from producers.simulated.fleet import NodeReading
+from sinks.metrics_api.holdings import Holdings, HoldingsTick, pod_value
 from topics.attributed import TOPIC
 
 
@@ -163,6 +164,31 @@ def test_of_a_shared_device_a_pod_whose_part_is_not_known_has_no_numbers() -> No
     uses = {use.name: use[8:11] for use in pods(fleet_of(tick(shared)).devices())}
 
     assert uses == {"known": (None, 256, 9), "unknown": (None, None, None)}
+
+
+def test_a_pod_has_the_numbers_that_the_metrics_api_has() -> None:
+    part = {"utilization_ratio": 0.1, "memory_used_bytes": 256, "power_watts": 30.0}
+    mig = {"uuid": "m", "parent_uuid": "d", "profile": "1g.10gb"}
+    engines = {"graphics_engine_active_ratio": 0.9, "sm_active_ratio": 0.3, "memory_used_bytes": 64}
+    devices = [
+        gpu("a", 0.9, "ml/sole") | {"holders": [{"namespace": "ml", "pod": "sole", "parts": part}]},
+        gpu("b", 0.5)
+        | {"holders": [{"namespace": "ml", "pod": "sole", "parts": part}, {"namespace": "ml", "pod": "x"}]},
+        gpu("m", mig=mig) | {"metrics": engines, "holders": [{"namespace": "ml", "pod": "cut"}]},
+    ]
+    devices[0]["metrics"] |= {"power_watts": 400.0}
+    api = Holdings()
+    api.add_tick(msgspec.convert({"schema": 1, **msgspec.to_builtins(tick(*devices))}, HoldingsTick), 0.0, 0.0)
+    answers = {
+        name: tuple(pod_value(holdings, key) for key in ("gpu_utilization_ratio", "memory_used_bytes", "power_watts"))
+        for name, holdings in api.pods("ml", 0.0).items()
+    }
+
+    shown = {
+        use.name: (use.used_ratio, use.memory_used_bytes, use.power_watts)
+        for use in pods(fleet_of(tick(*devices)).devices())
+    }
+    assert shown == answers == {"sole": (0.5, 1280, 430.0), "x": (None, None, None), "cut": (0.9, 64, None)}
 
 
 def test_a_pod_may_have_done_what_is_no_pods_part_and_is_not_called_idle() -> None:
