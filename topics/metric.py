@@ -17,6 +17,7 @@ Kind = Literal["gauge", "counter", "untyped"]
 Labels = tuple[tuple[str, str], ...]
 
 _DECIMALS = 9
+_WHOLE_FROM = 1e3  # the driver counts milli-, micro- and nanounits as whole numbers
 
 _PERCENT = 100.0
 _MHZ = 1e-6
@@ -60,10 +61,12 @@ class Series(NamedTuple):
     help: str = ""
 
     def convert(self, value: float) -> float:
-        """The series' value for a value of the key, rounded to 9 decimals if it is scaled: 0.57 is 57.0 %."""
+        """The series' value for a value of the key, rounded if it is scaled: 0.57 is 57.0 %, 8326.156 J 8326156 mJ."""
         if self.bits is not None:
             return 1.0 if int(value) & self.bits else 0.0
-        return float(value) if self.scale == 1.0 else round(value * self.scale, _DECIMALS)
+        if self.scale == 1.0:
+            return float(value)
+        return round(value * self.scale, 0 if self.scale >= _WHOLE_FROM else _DECIMALS)
 
 
 class Family(NamedTuple):

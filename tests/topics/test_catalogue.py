@@ -394,3 +394,12 @@ def test_a_name_has_one_help(profile: ProfileName) -> None:
     helps = {(series.name, series.help) for series in every_series(profile)}
 
     assert len({name for name, _ in helps}) == len(helps)
+
+
+@pytest.mark.parametrize("profile", ["otel", "dcgm", "dcgm-legacy"])
+@pytest.mark.parametrize("millijoules", [0, 1, 8_326_156, 536_656_080, 67_112_749_835, 8_715_350_726_942])
+def test_energy_is_the_whole_number_of_millijoules_that_the_driver_counted(
+    profile: ProfileName, millijoules: int
+) -> None:
+    (series,) = PROFILES[profile].series["energy_joules_total"]
+    assert series.convert(millijoules / 1000) == millijoules
