@@ -112,11 +112,6 @@ def recording() -> Iterator[tuple[str, str]]:
             yield f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))"
 
 
-def _recent_max(series: str) -> str:
-    """The most in the last minute; of series with longer between two samples, the last one."""
-    return f"max_over_time({series}[{INTERVAL}]) or {series}"
-
-
 def _slices() -> str:
     """The part of a GPU that each device is: 1, or the ratio of a MIG device's compute slices to all of the GPU's."""
     whole_gpus, mig_devices = (f'gpu_holders{{{OTEL},gpu_mig_uuid{match}""}}' for match in ("=", "!="))
