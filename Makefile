@@ -34,7 +34,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py gpustream/strimzi.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py docs/figures.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth bench-large soak storm upgrade gpu pictures image dist collector receivers keda kubelet real-servers lock
+.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth bench-large soak storm upgrade gpu pictures image dist collector receivers keda kubelet compose real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -153,6 +153,9 @@ keda: install ## the tests of scaling with KEDA itself, which it builds
 kubelet: install ## the tests of a node with a kubelet and containers that run, which it builds; as root
 	tests/real/build/build kubelet
 	$(BIN)/pytest -n 0 tests/real/with_kubelet.py $(ARGS)
+
+compose: install ## the tests of docker-compose.yml and of the image that it builds, with Docker and its plugin Compose
+	$(BIN)/pytest -n 0 tests/real/with_compose.py $(ARGS)
 
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build
