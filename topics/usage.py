@@ -62,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         UInt, about("How much of the window is this record's. Of a device that pods share, the holder's part.", "ms")
     ]
     slice_ms: Annotated[UInt, about("device_ms, times the compute slices of the device: all of a whole GPU's.", "ms")]
-    of: Annotated[UInt, about("How many compute slices the GPU has.", "slices")]
+    of: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1), about("How many compute slices the GPU has.", "slices")]
     used_us: Annotated[UInt, about("Of device_ms, how long it computed.", "us")]
     idle_ms: Annotated[UInt, about("Of device_ms, how long the holder did nothing with it.", "ms")]
     tensor_us: Annotated[UInt, about("Of device_ms, how long the tensor cores worked.", "us")]

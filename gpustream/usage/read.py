@@ -158,8 +158,6 @@ class LatestRecords:
         for (topic, key), (*_, value) in self._latest.items():
             try:
                 usage = _decode(value)
-                if not usage.of:
-                    raise msgspec.ValidationError("of is 0")
             except msgspec.DecodeError as error:
                 log.warning("%s, key %r: %s", topic, key, error)
                 continue

@@ -159,7 +159,12 @@ async def test_an_hour_of_which_a_refused_series_is_left_out_is_delivered() -> N
     assert setup.count("usage_samples_refused_total", reason="left_out") == 1
 
 
-@pytest.mark.parametrize("value", [b"{", b"{}", b'{"final": true, "generation": 0}', b'{"final": 1, "generation": 0}'])
+NO_SLICES = msgspec.json.encode({**HOURS.example, "of": 0, "final": True})
+
+
+@pytest.mark.parametrize(
+    "value", [b"{", b"{}", b'{"final": true, "generation": 0}', b'{"final": 1, "generation": 0}', NO_SLICES]
+)
 async def test_a_malformed_record_is_dead_lettered(value: bytes) -> None:
     setup = Setup()
     await setup.deliver(value, usage())
