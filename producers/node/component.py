@@ -3,8 +3,8 @@
 In: NVML, the kubelet's sockets, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
 On failure: without a driver, a kubelet or Kafka it runs, reports what is missing, and works as soon as they come. A
-tick waits for its devices until 80 % of the interval has passed, and is sent with those that have answered. At the
-stop, a last tick reports what happened since the one before.
+tick waits for its devices until 80 % of the interval has passed, or 10 s, and is sent with those that have answered. At
+the stop, a last tick reports what happened since the one before.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ from producers.publisher import NodePublisher, sender_of
 from producers.records import RetryBuffer
 
 log = logging.getLogger(__name__)
-ANSWER_WITHIN = 0.8  # the share of the interval within which the GPUs and the kubelet must answer
+ANSWER_WITHIN, LONGEST_ANSWER_S = 0.8, 10.0
+"""Within this share of the interval, and this time, the GPUs and the kubelet must answer."""
 OPEN_WITHIN_S = 10.0  # how long the first tick waits for the driver: a restart must not look like a node without GPUs
 DRAIN_S = 4.0
 MAX_BATCH_BYTES = 64 * 1024  # a node has little to send, and little memory
@@ -131,8 +132,9 @@ class NodeProducer:
         """Read a tick every interval until ``stop``, and a last one then, unless there was none before. A tick that
         would begin a whole interval late is skipped and counted."""
         interval_s, started_s, tick_number = self._settings.interval_s, time.monotonic(), 0
+        within_s = min(interval_s * ANSWER_WITHIN, LONGEST_ANSWER_S)
         while not stop.is_set() and self._gpus.fatal() is None:
-            await until_stopped(stop, self._read_tick(interval_s * ANSWER_WITHIN))
+            await until_stopped(stop, self._read_tick(within_s))
             elapsed_s = time.monotonic() - started_s
             missed = max(0, int(elapsed_s / interval_s) - tick_number - 1)
             if missed:
@@ -143,7 +145,7 @@ class NodeProducer:
             await asyncio.sleep(0.001)  # a tick of the same millisecond would begin another run
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_TICK_WITHIN_S + 0.5):
-                    await self._read_tick(min(interval_s * ANSWER_WITHIN, LAST_TICK_WITHIN_S))
+                    await self._read_tick(min(within_s, LAST_TICK_WITHIN_S))
 
     async def _read_tick(self, within_s: float) -> None:
         """Read and publish one tick. There is no await between taking the events and publishing them, so that none is

@@ -33,6 +33,7 @@ KINDS = ("attributed", "host", "unseen")
 QUIET_WITHIN_S = 2.0  # how long opening NVML waits for calls in flight; if they take longer, it is put off
 TURNS_SHARE = 0.25  # the share of a tick within which the reading of every GPU begins, however slow the first ones are
 SLOW_SHARE = 0.25  # the share of a tick that one call may take; one that takes longer is abandoned
+HANGS_AFTER_S = 20.0  # a GPU whose reading takes two intervals hangs, and after this time whatever they are
 SLOW_AFTER_S = 0.1  # no call is slow before that, however short the ticks are
 _NUMBER_KEYS = ("index", "minor")
 
@@ -74,7 +75,7 @@ class Gpus:
     ) -> None:
         self._instruments, self._owners, self._pace, self._clock = instruments, owners, pace, clock
         self._nvml = nvml or Nvml()
-        self._hangs_after_s = max(2.0, 2 * interval_s)
+        self._hangs_after_s = min(max(2.0, 2 * interval_s), HANGS_AFTER_S)
         self._driver = Driver(self._nvml, instruments, clock)
         self._census = census
         self._reopening = Reopening(pace.census_s, clock)

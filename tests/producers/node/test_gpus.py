@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import msgspec
@@ -51,8 +51,7 @@ class Bench:
         self.gpus = self.make()
         self.tasks: list[asyncio.Task[None]] = []
 
-    def make(self, *, nvml: Nvml | None = None, clock: Callable[[], float] | None = None) -> Gpus:
-        more: dict[str, Any] = {} if clock is None else {"clock": clock}
+    def make(self, *, nvml: Nvml | None = None, **more: Any) -> Gpus:
         census: Any = self.census
         return Gpus(self.instruments, self.owners, nvml=nvml or self.nvml, census=census, pace=self.pace, **more)
 
@@ -193,11 +192,12 @@ async def let_hang(bench: Bench, uuid: str) -> None:
     await eventually(lambda: reasons_with(f"({uuid}) has not answered", "(nvmlDevice"))
 
 
+@pytest.mark.parametrize("interval_s", [1.0, 3600.0])
 async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
+    interval_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(Bench()) as bench:
-        bench.gpus = bench.make(clock=bench.clock)
+        bench.gpus = bench.make(clock=bench.clock, interval_s=interval_s)
         await bench.open()
         caplog.set_level(logging.INFO)
         await let_hang(bench, "GPU-1")
