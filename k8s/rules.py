@@ -16,7 +16,6 @@ import yaml
 
 from gpustream import reference
 from k8s.dashboards.queries import (
-    ACTIVITY,
     DEVICE,
     GPU,
     IDLE_BELOW,
@@ -26,7 +25,7 @@ from k8s.dashboards.queries import (
     alone_or_part,
     did_nothing,
     idle_pods,
-    most,
+    max_activity,
 )
 from sinks import SINKS
 from streams import STREAMS
@@ -85,16 +84,15 @@ def recording() -> Iterator[tuple[str, str]]:
     """The recording rules: for devices and pods, then for :data:`LEVELS`. Of a shared GPU, a pod's share counts."""
     alone, otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
     holders = f"gpu_holders{otel}"
-    pod_labels = f"{DEVICE}, {POD}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
-    owned_pod_labels = f"{pod_labels}, {OWNER}"
+    owned_pod_labels = f"{DEVICE}, {POD}, {OWNER}"
     yield "device:gpu_slices:ratio", _slices()
     yield ("device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) ({holders}) > 0)")
     yield (
         "device:gpu_used:ratio",
-        f'max by ({DEVICE}) (gpu_utilization or gpu_gr_engine_active{{gpu_mig_uuid!=""}}) {slices}',
+        f'sum by ({DEVICE}) (gpu_utilization{{gpu_mig_uuid=""}} or gpu_gr_engine_active{{gpu_mig_uuid!=""}}) {slices}',
     )
-    idle = f"max by ({DEVICE}) ({most(ACTIVITY, OTEL, INTERVAL)}) < {IDLE_BELOW}"
+    idle = f"{max_activity(OTEL, INTERVAL)} < {IDLE_BELOW}"
     yield "device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({idle})"
     yield (
         "pod:gpu_held:ratio",
@@ -103,7 +101,7 @@ def recording() -> Iterator[tuple[str, str]]:
     )
     used = f"max by ({owned_pod_labels}) ({alone_or_part(*UTILIZATION, OTEL)})"
     yield "pod:gpu_used:ratio", f"{used}\n  {slices}"
-    yield "pod:gpu_idle:ratio", f"pod:gpu_held:ratio and on ({pod_labels}) ({did_nothing(OTEL, OTEL, INTERVAL)})"
+    yield "pod:gpu_idle:ratio", f"pod:gpu_held:ratio and on ({DEVICE}, {POD}) ({did_nothing(OTEL, OTEL, INTERVAL)})"
     for level, (source, by) in LEVELS.items():
         for category in ("held", "used", "idle"):
             yield f"{level}:gpu_{category}:sum", f"sum by ({by}) ({source}:gpu_{category}:ratio)"

@@ -22,6 +22,7 @@ from k8s.dashboards.panel import (
 )
 from k8s.dashboards.queries import (
     DEVICE,
+    DIVIDED,
     GPU,
     MEMORY,
     NODE_MATCHERS,
@@ -35,6 +36,7 @@ from k8s.dashboards.queries import (
     holding,
     holding_pods,
     idle_devices,
+    of_devices,
     or_zero,
 )
 from topics.metric import Series
@@ -51,7 +53,8 @@ NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{NODE_MATCHERS},mig_mode="enabled",gp
 # -- the fleet: all GPUs, and who has them
 
 MEMORY_SHARE = f"sum(gpu_memory_used{{{NODE_MATCHERS}}} {NOT_CUT}) / sum(gpu_memory_total{{{NODE_MATCHERS}}} {NOT_CUT})"
-OF_HELD = f"gpu_utilization{{{NODE_MATCHERS}}} and on ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} > 0)"
+WORK = of_devices("gpu_utilization", f'{NODE_MATCHERS},gpu_mig_uuid=""')
+OF_HELD = f"{WORK} and on ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} > 0)"
 BY_NODE, BY_MODEL = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
 FLEET_BOARD = dashboard(
     "gpu-fleet",
@@ -165,7 +168,7 @@ FLEET_BOARD = dashboard(
                 Column("held", f"count by ({BY_NODE}) ({held_gpus()})"),
                 Column(
                     "utilization",
-                    f"avg by ({BY_NODE}) (gpu_utilization{{{NODE_MATCHERS}}})",
+                    f"avg by ({BY_NODE}) ({WORK})",
                     "percentunit",
                     SHARE_IS_GOOD,
                 ),
@@ -231,10 +234,10 @@ NODE_BOARD = dashboard(
             "gpu_index gpu_uuid gpu_mig_profile gpu_mig_uuid gpu_model",
             [
                 Column("pods", by_device("gpu_holders")),
-                Column("utilization", by_device("gpu_utilization"), "percentunit", SHARE_IS_GOOD),
-                Column("memory", by_device("gpu_memory_used"), "bytes"),
+                Column("utilization", of_devices("gpu_utilization", by=OF_DEVICE), "percentunit", SHARE_IS_GOOD),
+                Column("memory", of_devices("gpu_memory_used", by=OF_DEVICE), "bytes"),
                 Column("memory in all", by_device("gpu_memory_total"), "bytes"),
-                Column("power", by_device("gpu_power_draw"), "watt"),
+                Column("power", of_devices("gpu_power_draw", by=OF_DEVICE), "watt"),
                 Column("temperature", by_device("gpu_temperature"), "celsius", HOT),
             ],
             opens="gpu_uuid",
@@ -248,11 +251,11 @@ NODE_BOARD = dashboard(
         by_gpu(
             "Utilization",
             "Share of the time in which a kernel ran.",
-            f"gpu_utilization{{{NODE_MATCHERS}}}",
+            of_devices("gpu_utilization", by=OF_DEVICE),
             "percentunit",
         ),
-        by_gpu("Memory", "Memory in use.", f"gpu_memory_used{{{NODE_MATCHERS}}}", "bytes"),
-        by_gpu("Power by GPU", "Power drawn.", f"gpu_power_draw{{{NODE_MATCHERS}}}", "watt"),
+        by_gpu("Memory", "Memory in use.", of_devices("gpu_memory_used", by=OF_DEVICE), "bytes"),
+        by_gpu("Power by GPU", "Power drawn.", of_devices("gpu_power_draw", by=OF_DEVICE), "watt"),
         by_gpu("Temperature", "Of the GPU.", f"gpu_temperature{{{NODE_MATCHERS}}}", "celsius", steps=HOT),
         by_gpu(
             "PCIe",
@@ -327,6 +330,8 @@ def legend_and_query(series: Series) -> tuple[str, str]:
     legend = " ".join(
         ["{{gpu_mig_profile}}", series.name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in labels)]
     )
+    if series.name in DIVIDED:
+        return legend, of_devices(series.name, THIS, by)
     if series.kind != "counter":
         return legend, f"max by ({by}) ({series.name}{{{THIS}}})"
     if series.unit == "millijoules":
@@ -384,7 +389,7 @@ GPU_BOARD = dashboard(
             width=6,
         ),
         tile("Temperature now", "Of the GPU.", f"max(gpu_temperature{{{THIS}}})", "celsius", HOT, width=6),
-        tile("Power now", "What it draws.", f"max(gpu_power_draw{{{THIS}}})", "watt", width=6),
+        tile("Power now", "What it draws.", f"max({of_devices('gpu_power_draw', THIS)})", "watt", width=6),
         table(
             "What it is",
             "The GPU and its MIG devices.",

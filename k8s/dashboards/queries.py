@@ -3,6 +3,9 @@
 A device is a GPU or a MIG device. Its series carry a pod's labels only while that pod alone holds it; a pod of a shared
 device has its parts instead (``gpu_pod_...``), and ``gpu_holders`` says how many hold it. So a query
 for pods needs both, and a query that counts held devices counts ``gpu_holders``.
+
+With ``--parts-by-pod`` the utilization, memory and power of a shared device are several series: its pods' parts, and
+the rest. So a query for devices adds them up, and gives the same with and without that option.
 """
 
 from collections.abc import Sequence
@@ -56,10 +59,18 @@ def alone_or_part(metric: str, part: str, matchers: str) -> str:
     return f" or on ({DEVICE}) ".join([*alone, f"{part}{{{matchers}}}"])
 
 
+def of_devices(metric: str, matchers: str = NODE_MATCHERS, by: str = DEVICE) -> str:
+    """The utilization, memory or power of each device, also if it is written as the parts of its pods and the rest."""
+    return f"sum by ({by}) ({metric}{{{matchers}}})"
+
+
 UTILIZATION = ("gpu_utilization gpu_gr_engine_active", "gpu_pod_utilization_ratio")
 MEMORY = ("gpu_memory_used", "gpu_pod_memory_used_bytes")
 POWER = ("gpu_power_draw", "gpu_pod_power_watts")
 """The device's own metric, or the one that stands for it if that is missing; and the metric of a pod's part."""
+
+DIVIDED = ("gpu_utilization", "gpu_memory_used", "gpu_power_draw")
+"""What ``--parts-by-pod`` divides."""
 
 
 def idle_devices() -> str:
@@ -68,7 +79,7 @@ def idle_devices() -> str:
     always = f"min by ({DEVICE}) (min_over_time({holders}[$idle]) or {holders}) > 0"
     since = f"max by ({DEVICE}) ({holders} offset $idle) > 0"
     now = f"max by ({DEVICE}) ({holders}) > 0"
-    did = f"max by ({DEVICE}) ({most(ACTIVITY, NODE_MATCHERS, '$idle')})"
+    did = max_activity(NODE_MATCHERS, "$idle")
     return f"({did} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
 
 
@@ -76,6 +87,16 @@ def most(metrics: Sequence[str], matchers: str, window: str) -> str:
     """The highest value of each series of these metrics in a window, or the last one if samples are further apart."""
     selectors = [f"{metric}{{{matchers}}}" for metric in metrics]
     return " or ".join(f"max_over_time({selector}[{window}]) or {selector}" for selector in selectors)
+
+
+def max_activity(matchers: str, window: str) -> str:
+    """The most that each device did in a window, in any engine.
+
+    Of a shared device that is written in parts, their highest values are added up. NVML's utilization is in whole
+    percents: if the device had 1 % at any time, so has the sum; else all parts are 0.
+    """
+    utilization, others = (most(metrics, matchers, window) for metrics in (ACTIVITY[:1], ACTIVITY[1:]))
+    return f"max by ({DEVICE}) (sum by ({DEVICE}) ({utilization}) or {others})"
 
 
 def did_nothing(pods: str, devices: str, window: str) -> str:

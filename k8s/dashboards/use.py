@@ -28,6 +28,7 @@ from k8s.dashboards.queries import (
     holding,
     idle_devices,
     idle_pods,
+    of_devices,
     or_zero,
 )
 
@@ -37,6 +38,9 @@ NAMESPACE = choice("namespace", "k8s_namespace_name", 'gpu_pod_info{k8s_cluster_
 # -- what workloads hold and do
 
 DID, MEMORY_USED, DREW = (alone_or_part(*metrics, WORKLOAD_MATCHERS) for metrics in (UTILIZATION, MEMORY, POWER))
+OF_ALONE = (
+    f'gpu_utilization{{{WORKLOAD_MATCHERS},gpu_mig_uuid=""}} and on ({DEVICE}) gpu_holders{{{WORKLOAD_MATCHERS}}}'
+)
 LEGEND = "{{k8s_namespace_name}}/{{k8s_workload_name}}"
 CHOSEN = choice(
     "workload",
@@ -99,7 +103,7 @@ WORKLOADS_BOARD = dashboard(
         graph(
             "Utilization",
             "Mean of the devices that a workload holds alone.",
-            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_utilization{{{WORKLOAD_MATCHERS}}})")],
+            [(LEGEND, f"avg by ({WORKLOAD}) ({OF_ALONE})")],
             "percentunit",
         ),
         table(
@@ -192,7 +196,7 @@ IDLE_BOARD = dashboard(
         tile(
             "Power for nothing",
             "What devices that are held and idle draw.",
-            or_zero(f"sum(max by ({DEVICE}) (gpu_power_draw{{{NODE_MATCHERS}}}) and on ({DEVICE}) ({IDLE_DEVICES}))"),
+            or_zero(f"sum({of_devices('gpu_power_draw')} and on ({DEVICE}) ({IDLE_DEVICES}))"),
             "watt",
         ),
         graph(

@@ -88,7 +88,8 @@ def idle_pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
             did = parts_of(own_ticks).get(named(pod), [])
             lone = busy([tick for tick in own_ticks if len(tick.pods) == 1])
             did += [] if lone is None else [lone]
-            if did and max(did) < 0.01 and not nobodys_work(ticks) and (state.key, named(pod)) in before:
+            held = (is_sole(pod) or parted(pod)) and (state.key, named(pod)) in before
+            if held and did and max(did) < 0.01 and not nobodys_work(ticks):
                 idle_rows.append(({**state.labels, **pod.labels}, 1.0))
     return idle_rows
 

@@ -28,6 +28,7 @@ import yaml
 
 from delivery.connection import Connection
 from delivery.sender import Sender
+from tests.docs.page import blocks
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s import dashboard
 from tests.k8s.dashboard import Query
@@ -111,11 +112,15 @@ class ComposePrometheus(PrometheusServer):
 
 
 class Fleet(NamedTuple):
-    """The processes, what answers queries, the truth of the time that they are about, and which alerts fire."""
+    """The processes, what answers queries, the truth of the time that they are about, and which alerts fire.
+
+    ``by_pod``: what has the fleet's series as ``--parts-by-pod`` writes them, and dcgm-exporter's beside them.
+    """
 
     processes: dict[str, Gpustream]
     prometheus: ComposePrometheus
     receiver: PrometheusServer
+    by_pod: PrometheusServer
     truth: Truth
     alerts: list[dict[str, str]]
 
@@ -158,12 +163,15 @@ def fleet(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         if receivers.chosen() is not PrometheusServer:
             other = running.enter_context(receivers.chosen()(folder / "receiver"))
         prometheus = running.enter_context(ComposePrometheus(folder / "prometheus", targets, other))
+        by_pod = running.enter_context(PrometheusServer(folder / "by-pod"))
         network = Network(kafka, prometheus)
         create_topics(network)
         for name, process in processes.items():
             process.arguments, process.environment = network.arguments(name), network.environment(name)
         processes["producer"].arguments += ["--truth", str(folder / "truth.jsonl")]
-        for process in processes.values():
+        second = ("--group", "by-pod", "--parts-by-pod", "--names", "otel,dcgm", "--url", by_pod.write_url)
+        sink = Gpustream(folder / "by-pod-sink", "sink", "remote-write", "--kafka", kafka.address, *second)
+        for process in (*processes.values(), sink):
             running.enter_context(process)
         prometheus.wait_until(lambda: len(prometheus.query("gpustream_ready == 1")) == len(STAYING))
         asyncio.run(letters(kafka.address))
@@ -172,7 +180,8 @@ def fleet(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         at_ms = asyncio.run(faults(kafka.address))
         asyncio.run(usage(kafka.address, at_ms))
         newest = f"max by (k8s_node_name) (timestamp(gpu_power_draw)) > {at_ms / 1000}"
-        eventually_sync(lambda: len(prometheus.query(newest)) == NODES + 1, newest)
+        servers = (prometheus, by_pod)
+        eventually_sync(lambda: all(len(server.query(newest)) == NODES + 1 for server in servers), newest)
         hours = "count(gpu_usage_held_seconds) + count(gpu_usage_free_seconds)"
         eventually_sync(
             lambda: [series.value for series in prometheus.query(hours, at_ms)] == [len(HELD_BY) + 1], hours
@@ -187,7 +196,7 @@ def fleet(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         receiver = other or prometheus
         later = f"timestamp(gpustream_ready) > {at_ms / 1000 + 1}"
         eventually_sync(lambda: receiver.query(later), later)
-        yield Fleet(processes, prometheus, receiver, truth, firing)
+        yield Fleet(processes, prometheus, receiver, by_pod, truth, firing)
 
 
 def create_topics(network: Network) -> None:
@@ -338,6 +347,46 @@ def test_a_panel_shows_what_is_true(fleet: Fleet, query: Query, node: str) -> No
     assert fleet.ask(query, chosen) == pytest.approx(expected, rel=1e-6)
 
 
+DIVIDED = re.compile(r"\bgpu_(utilization|memory_used|power_draw)\b")
+"""What each pod of a shared device has its part of, with ``--parts-by-pod``."""
+
+
+def assert_same_by_pod(fleet: Fleet, query: Query, chosen: dict[str, str]) -> None:
+    """With ``--parts-by-pod`` the answer is the same, but that each MIG device has a utilization, too."""
+    whole, by_pod = fleet.ask(query, chosen), fleet._replace(receiver=fleet.by_pod).ask(query, chosen)
+    of_mig = {labels for labels in by_pod.keys() - whole.keys() if "gpu_mig_uuid" in dict(labels)}
+    assert not of_mig or re.search(r"\bgpu_utilization\b", query.expr)
+    assert {labels: value for labels, value in by_pod.items() if labels not in of_mig} == pytest.approx(whole, rel=1e-6)
+
+
+def test_pods_that_share_a_gpu_have_series_with_parts_by_pod_alone(fleet: Fleet) -> None:
+    of_sharing = 'gpu_utilization{k8s_pod_name!=""} and on (gpu_uuid) gpu_holders{k8s_cluster_name!=""} > 1'
+    assert fleet.by_pod.query(of_sharing, fleet.truth.at_ms)
+    assert not fleet.receiver.query(of_sharing, fleet.truth.at_ms)
+
+
+@pytest.mark.parametrize("query", [query for query in CASES if DIVIDED.search(query.expr)], ids=str)
+def test_a_panel_shows_the_same_with_parts_by_pod(fleet: Fleet, query: Query) -> None:
+    assert_same_by_pod(fleet, query, {})
+
+
+QUESTIONS = [
+    block.text.replace("prod-us-east-1", CLUSTER).replace('name="bert-finetune-v3"', 'name=~".+"')
+    for block in blocks("how-to/queries.md", "promql")
+]
+OF_PARTS = re.compile(r"avg by .* \(gpu_utilization\{[^}]*\}\)|group_left")
+"""Those that have the parts in their answer, as the page says."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [text for text in QUESTIONS if DIVIDED.search(text) and not OF_PARTS.search(text)],
+    ids=lambda text: text[:60],
+)
+def test_a_question_is_answered_alike_with_parts_by_pod(fleet: Fleet, text: str) -> None:
+    assert_same_by_pod(fleet, Query("", text, "", text, ""), {})
+
+
 @pytest.mark.parametrize("variable", ["namespace", "workload"])
 @pytest.mark.parametrize("query", [query for query in CASES if query.board == "gpu-workload"], ids=str)
 def test_a_panel_shows_the_pods_that_are_chosen(fleet: Fleet, query: Query, variable: str) -> None:
@@ -400,6 +449,16 @@ def test_a_panel_of_a_gpu_shows_what_is_true(fleet: Fleet, query: Query, kind: s
     except (ValueError, ZeroDivisionError):
         expected = {}
     assert fleet.ask(query, {"gpu": uuid}) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [query for query in dashboard.queries() if query.board == "gpu-device" and DIVIDED.search(query.expr)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["shared", "cut"])
+def test_a_panel_of_a_gpu_shows_the_same_with_parts_by_pod(fleet: Fleet, query: Query, kind: str) -> None:
+    assert_same_by_pod(fleet, query, {"gpu": of_gpu(fleet.truth, kind)})
 
 
 def test_every_metric_of_a_gpu_is_on_its_dashboard() -> None:
@@ -578,6 +637,13 @@ RECORDED: dict[str, Callable[[Truth], Answer]] = {
 def test_recorded_series_are_true(fleet: Fleet, name: str) -> None:
     query = Query("", name, "", recorded(name), "")
     assert fleet.ask(query, {}) == pytest.approx(RECORDED[name](fleet.truth), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["device:gpu_used:ratio", "device:gpu_idle:ratio", "pod:gpu_used:ratio", "pod:gpu_idle:ratio"]
+)
+def test_recorded_series_are_the_same_with_parts_by_pod(fleet: Fleet, name: str) -> None:
+    assert_same_by_pod(fleet, Query("", name, "", recorded(name), ""), {})
 
 
 def test_a_component_that_ends_is_seen(fleet: Fleet) -> None:

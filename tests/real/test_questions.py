@@ -305,16 +305,23 @@ def test_every_query_of_the_page_is_answered(fleet_answers: AnsweredQuestions) -
         for query in _queries()
     ]
 
-    assert len(queries) == 22
+    assert len(queries) == 23
     assert [query for query in queries if not fleet_answers.ask(query)] == []
 
 
 def test_what_a_namespace_uses_on_average(fleet_answers: AnsweredQuestions) -> None:
-    answer = fleet_answers.ask(_query("avg by (k8s_namespace_name)"))
+    answer = fleet_answers.ask(
+        _query('avg by (k8s_namespace_name) (gpu_utilization{k8s_cluster_name="prod-us-east-1"}')
+    )
     assert _by(answer, "k8s_namespace_name") == _mean(
         [*_utilization(fleet_answers, lambda pod: pod["namespace"]), *OTHERS]
     )
     assert len(answer) > 4
+
+    alone = _by(fleet_answers.ask(_query("avg by (k8s_namespace_name)", "unless")), "k8s_namespace_name")
+    assert {key: value for key, value in alone.items() if key != (None,)} == _mean(
+        [row for row in _utilization(fleet_answers, lambda pod: pod["namespace"]) if row[0] != (None,)]
+    )
 
 
 def test_what_an_app_uses_on_average(fleet_answers: AnsweredQuestions) -> None:
@@ -394,7 +401,9 @@ def test_the_memory_of_a_namespace_alone_and_shared(fleet_answers: AnsweredQuest
 
 @pytest.mark.parametrize(("quantity", "key"), QUANTITIES.items())
 def test_the_parts_and_the_rest_are_the_device(fleet_answers: AnsweredQuestions, quantity: str, key: str) -> None:
-    query = _query("sum by (k8s_cluster_name, gpu_uuid, gpu_mig_uuid)").replace("memory_used_bytes", quantity)
+    query = _query("sum by (k8s_cluster_name, gpu_uuid, gpu_mig_uuid)", "unattributed").replace(
+        "memory_used_bytes", quantity
+    )
     expected = {
         _identity(device): device["metrics"][key]
         for cluster, device in fleet_answers.last
@@ -499,7 +508,7 @@ def test_the_gpu_hours_that_were_held_and_idle_are_the_same_however_often_an_ale
     assert hours == {("ml",): pytest.approx(2 * 5.5 / 60, abs=minute), ("search",): pytest.approx(2 / 60, abs=minute)}
 
 
-@pytest.mark.parametrize(("query_words", "is_held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])
+@pytest.mark.parametrize(("query_words", "is_held"), [("} < 0.05", False), (") < 0.05", True)])
 def test_idle_gpus_are_reported_by_whether_anybody_holds_them(
     fleet_answers: AnsweredQuestions, query_words: str, is_held: bool
 ) -> None:

@@ -413,22 +413,29 @@ FLEET = {
     f"gpu_gr_engine_active{{{MIG},{LLM}}}": 0,
     f"gpu_holders{{{SHARED}}}": 2,  # and one that two share, of which one does nothing
     f"gpu_utilization{{{SHARED}}}": 0.25,
-    f"gpu_pod_utilization_ratio{{{SHARED},{BERT}}}": 0.25,
+    f"gpu_pod_utilization_ratio{{{SHARED},{BERT}}}": 0.15,
     f"gpu_pod_utilization_ratio{{{SHARED},{LLM}}}": 0,
     f"gpu_pod_memory_used_bytes{{{SHARED},{BERT}}}": 5,
     f"gpu_pod_memory_used_bytes{{{SHARED},{LLM}}}": 6,
     'gpu_holders{k8s_cluster_name="c",k8s_node_name="m",gpu_index="1",gpu_uuid="GPU-3"}': 0,
 }
+BY_POD = {
+    f"gpu_utilization{{{SHARED}}}": 0.1,
+    f"gpu_utilization{{{SHARED},{BERT}}}": 0.15,
+    f"gpu_utilization{{{SHARED},{LLM}}}": 0,
+    f"gpu_utilization{{{MIG},{LLM}}}": 0,
+}
+"""What is written of the fleet with ``--parts-by-pod``."""
 ML, WEB = 'k8s_cluster_name="c",k8s_namespace_name="ml"', 'k8s_cluster_name="c",k8s_namespace_name="web"'
 N, M, C = ('k8s_cluster_name="c",k8s_node_name="n"', 'k8s_cluster_name="c",k8s_node_name="m"', 'k8s_cluster_name="c"')
 BERT_JOB = f'{ML},k8s_workload_kind="Job",k8s_workload_name="bert"'
 LLM_DEPLOYMENT = f'{WEB},k8s_workload_kind="Deployment",k8s_workload_name="llm"'
 RECORDED: dict[str, dict[str, float]] = {
     "namespace:gpu_held:sum": {ML: 1.5, WEB: 3 / 7 + 0.5},
-    "namespace:gpu_used:sum": {ML: 0.75, WEB: 0},
+    "namespace:gpu_used:sum": {ML: 0.65, WEB: 0},
     "namespace:gpu_idle:sum": {WEB: 3 / 7 + 0.5},
     "workload:gpu_held:sum": {BERT_JOB: 1.5, LLM_DEPLOYMENT: 3 / 7 + 0.5},
-    "workload:gpu_used:sum": {BERT_JOB: 0.75, LLM_DEPLOYMENT: 0},
+    "workload:gpu_used:sum": {BERT_JOB: 0.65, LLM_DEPLOYMENT: 0},
     "workload:gpu_idle:sum": {LLM_DEPLOYMENT: 3 / 7 + 0.5},
     "node:gpu_held:sum": {N: 1 + 3 / 7, M: 1},
     "node:gpu_used:sum": {N: 0.5, M: 0.25},
@@ -492,12 +499,15 @@ def test_what_idles_is_recorded_in_every_minute_also_if_a_sample_comes_every_oth
 
 
 @pytest.mark.parametrize("every_min", [1, 3])
-def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path, every_min: int) -> None:
+@pytest.mark.parametrize("fleet", [FLEET, FLEET | BY_POD], ids=["", "parts-by-pod"])
+def test_recorded_series_are_what_is_held_used_and_idle(
+    tmp_path: Path, fleet: Mapping[str, float], every_min: int
+) -> None:
     hours = {name.replace(":sum", "_hours:sum1h"): expr for name, expr in RECORDED.items() if name.endswith(":sum")}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}
     answers = {name: {f"{name}{{{labels}}}": v for labels, v in of.items()} for name, of in (RECORDED | hours).items()}
-    evaluate(tmp_path, FLEET, answers, every_min=every_min)
+    evaluate(tmp_path, fleet, answers, every_min=every_min)
 
 
 def test_a_mig_device_is_as_much_of_a_gpu_as_its_model_can_be_cut_into(tmp_path: Path) -> None:
@@ -601,4 +611,41 @@ def test_an_idle_alert_says_how_many_of_a_pods_gpus_idle_and_not_that_all_do(tmp
     }
     tests_file = tmp_path / "tests.yml"
     tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
+    promtool("test", "rules", tests_file)
+
+
+def test_a_pod_that_worked_is_not_idle_whether_it_held_its_gpu_alone_then_or_shared_it(tmp_path: Path) -> None:
+    """It shares a GPU, has it alone for two minutes, and shares it again; and the other way round."""
+    alone, part = f"{SHARED},{BERT}", f"gpu_pod_utilization_ratio{{{SHARED},{BERT}}}"
+    (panel,) = [query.expr for query in queries() if str(query) == "gpu-idle/Pods that idle/A"]
+    idle_pods = filled(panel, {"cluster": "c", "node": ".*", "namespace": ".*", "idle": "4m"})
+    expected = [
+        {"expr": idle_pods, "eval_time": "6m", "exp_samples": [{"labels": "{}", "value": 0}]},
+        {"expr": "pod:gpu_idle:ratio", "eval_time": "6m", "exp_samples": []},
+    ]
+    around, within = "{0}x7 stale _x3 {0}x9", "_x8 {0}x3 stale"
+    shared_then_alone = {
+        part: around.format(0),
+        f"gpu_holders{{{SHARED}}}": around.format(2),
+        f"gpu_pod_memory_used_bytes{{{SHARED},{BERT}}}": around.format(5),
+        f"gpu_holders{{{alone}}}": within.format(1),
+        f"gpu_utilization{{{alone}}}": within.format(0.5),
+    }
+    alone_then_shared = {
+        f"gpu_holders{{{alone}}}": around.format(1),
+        f"gpu_utilization{{{alone}}}": around.format(0),
+        part: within.format(0.5),
+        f"gpu_holders{{{SHARED}}}": within.format(2),
+        f"gpu_pod_memory_used_bytes{{{SHARED},{BERT}}}": within.format(5),
+    }
+    tests = [
+        {
+            "interval": "30s",
+            "input_series": [{"series": name, "values": samples} for name, samples in series.items()],
+            "promql_expr_test": expected,
+        }
+        for series in (shared_then_alone, alone_then_shared)
+    ]
+    tests_file = tmp_path / "tests.yml"
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": tests}))
     promtool("test", "rules", tests_file)
