@@ -205,8 +205,9 @@ GPU_ALERTS = (
     Alert("GPUNotAnswering", f'sum by ({PROCESS}, state) (gpustream_node_gpus{{state="timeout"}}) > 0', "warning",
           "{{ $value }} GPUs of {{ $labels.instance }} do not answer NVML", "The node producer says so.", "1m"),
     Alert("NodeSilent", f"""
-          group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}} offset 10m)
-            unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}})
+          group by (k8s_cluster_name, k8s_node_name) (
+            gpu_holders{{{OTEL}}} offset 10m and count_over_time(gpu_holders{{{OTEL}}}[15m] offset 10m) > 2
+          ) unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}})
           """, "critical",
           "{{ $labels.k8s_node_name }} sends nothing",
           "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down.", "2m"),

@@ -308,6 +308,8 @@ CASES = [
     Case("GPUNotAnswering", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", False),
     Case("NodeSilent", {f"gpu_holders{{{POD}}}": "1x20 stale"}, "25m", True),
     Case("NodeSilent", {f"gpu_holders{{{POD}}}": "1x20 stale", f"gpu_holders{{{DEVICE}}}": "_x21 0x9"}, "25m", False),
+    Case("NodeSilent", {f"gpu_holders{{{POD}}}": "1 _x14 " * 4}, "43m", False),  # read every 15 minutes
+    Case("NodeSilent", {f"gpu_holders{{{POD}}}": "1 _x4 " * 4}, "23m", True),  # read every 5 minutes
     Case(
         "GpustreamRecordsExpired", {f"gpustream_remote_write_records_expired_total{{{SCRAPED}}}": "0x9 4"}, "10m", True
     ),
