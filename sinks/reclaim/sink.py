@@ -84,7 +84,6 @@ class ReclaimPartition:
         if not self._is_ready() or self._clock_s() < self._resume_at_s:
             return
         try:
-            failure = await self._settle(abandon)
             began_s = self._clock_s()
             for fingerprint, watched in list(self._watched.items()):
                 if abandon.is_set():
@@ -99,6 +98,7 @@ class ReclaimPartition:
                     self._check_at_s[fingerprint] = self._clock_s() + wait_s
                     if not wait_s:  # what was read of it is kept for the next turn only
                         self._watched = {fingerprint: watched, **self._watched}
+            failure = await self._settle(abandon)  # it may take long, and alerts may be resolved meanwhile
         except Unreachable as error:
             failure = error
         if failure is not None:
@@ -159,7 +159,8 @@ class ReclaimPartition:
         whole_ms, revision = None if works_partly(alert) else at_ms, alert.revision
         if before is not None and before.alert.starts_at == alert.starts_at:
             fired_ms = before.fired_ms
-            if whole_ms is not None and before.whole_ms is not None:
+            none_missed = alert.revision <= before.alert.revision + 1  # a compaction may have deleted one between
+            if whole_ms is not None and before.whole_ms is not None and none_missed:
                 whole_ms, revision = before.whole_ms, before.revision
         self._watched[alert.fingerprint] = Watched(alert, fired_ms, whole_ms, revision, at_ms)
         return is_new

@@ -315,6 +315,40 @@ async def test_a_planned_action_ends_with_the_alert_or_with_the_opt_in_of_its_na
     assert world.states("scale") == ["planned", "ended not_opted_in"]
 
 
+async def test_after_an_outage_of_kafka_nothing_is_done_before_the_alerts_were_read_on() -> None:
+    world = World("scale=1h")
+    other, firing = world.deployment("other"), world.deployment()
+    world.write(other, firing)
+    sink = world.replica()
+    await sink.run()
+    world.write(over(other, START_MS + 1), firing)
+    send = sink.reclaimer._send
+
+    async def send_after_the_outage(action: Action) -> None:
+        if action.state == "ended":
+            world.now_ms += HOUR_MS
+            world.write(over(firing, world.now_ms))
+        await send(action)
+
+    sink.reclaimer._send = send_after_the_outage
+    await sink.run(later_ms=1000)
+    await sink.run(later_ms=1000)
+    assert (world.states(), replicas(world)) == (["planned", "planned", "ended resolved", "ended resolved"], 2)
+
+
+async def test_a_running_sink_counts_the_time_again_if_it_has_not_read_every_revision_of_an_alert() -> None:
+    world = World("scale=2h")
+    firing = world.deployment()
+    world.write(firing)
+    sink = world.replica()
+    await sink.run()
+    world.now_ms += HOUR_MS
+    world.write(msgspec.structs.replace(firing, revision=2))  # 1, in which one may have worked, was compacted away
+    await sink.run(later_ms=HOUR_MS)
+    assert [action.due_at for action in world.log] == [time_of(START_MS + ms) for ms in (2 * HOUR_MS, 3 * HOUR_MS)]
+    assert replicas(world) == 2
+
+
 async def test_what_was_begun_about_an_alert_that_is_not_acted_on_any_more_gets_its_end() -> None:
     world = World("event=1s, scale=4h")
     world.write(world.deployment())
@@ -469,6 +503,7 @@ async def test_an_action_whose_outcome_cannot_be_read_keeps_no_alert_waiting_and
     assert (replicas(world), set(asked_ms)) == (0, {10_000, 70_000})
     world.api.faults = []
     await sink.run(later_ms=60_000)
+    await sink.run(later_ms=1000)
     assert world.states("suspend")[-2:] == ["intended", "done"]
 
 
@@ -770,6 +805,7 @@ async def test_a_change_that_is_made_after_its_request_was_given_up_is_written_a
     await sink.run()
     annotate(world, POD, reclaim="off")
     await sink.run(later_ms=10_000)
+    await sink.run(later_ms=1000)
     assert world.states() == ["intended", "refused interrupted", "refused opted_out"]
     world.api.patch(DEPLOYMENT, world.api.objects[DEPLOYMENT], requests[0])
     sink.reclaimer.cluster.change = change  # type: ignore[method-assign]
