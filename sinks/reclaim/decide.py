@@ -125,7 +125,7 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     for name, pod in facts.pods.items():
         if (change := _change_of_pod(name, pod, firing)) is not None:
             return Objection("changed", change)
-        for obj in (pod, *facts.owners[name]):
+        for obj in (pod, *facts.owners[name], facts.workload):
             meta = obj["metadata"] if obj is not None else {}
             reason = opted_out(meta.get("annotations") or {}, inherited, idle_ms) if obj is not None else None
             if obj is not None and reason is not None:
@@ -161,8 +161,10 @@ def _change_of_pod(name: str, pod: Json | None, firing: Firing) -> str | None:
         return f"pod {name} is not there any more"
     if pod["metadata"].get("deletionTimestamp") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
         return f"pod {name} has ended"
-    if epoch_ms(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > firing.written_ms:
-        return f"pod {name} was made after the alert was written: it is another pod"
+    # without "partly" all pods have been in the alert since it counts; it may be renewed by what another node reports
+    known_ms = firing.written_ms if firing.partly or firing.since_ms is None else firing.since_ms
+    if epoch_ms(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > known_ms:
+        return f"pod {name} was made after the alert was about it: it is another pod"
     uid = alert.labels.get("k8s_pod_uid") if alert.labels.get("k8s_pod_name") == name else None
     if uid not in (None, pod["metadata"]["uid"]):
         return f"pod {name} has another uid than the alert's: it is another pod"
@@ -195,9 +197,17 @@ def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | N
     if len({chain[level]["metadata"]["uid"] for chain in chains if len(chain) > level}) > 1:
         return Objection("several_owners", f"the pods of the alert belong to several of {obj['kind']}")
     if kind == "scale":
+        if _deletes_volumes(obj["spec"]):
+            return Objection("unsupported", f"{_named(obj)} would lose its volumes: whenScaled of its claims is Delete")
         replicas = obj["spec"].get("replicas", 1)
         return _change(obj, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
     return _change(obj, {"suspend": True}, is_done=obj["spec"].get("suspend") is True)
+
+
+def _deletes_volumes(spec: Json) -> bool:
+    """Whether the volumes of a StatefulSet are deleted when it is scaled down: nothing would give them back."""
+    policy = spec.get("persistentVolumeClaimRetentionPolicy") or {}
+    return policy.get("whenScaled") == "Delete" and bool(spec.get("volumeClaimTemplates"))
 
 
 def _is_of(obj: Json, kinds: Sequence[tuple[str, str]]) -> bool:

@@ -100,6 +100,8 @@ _FACTS_S = 15.0
 
 _MAX_EVENTS = 8
 _CHANGED = "somebody changed it between the decision and the action, or it went: nothing was done"
+_FORGOTTEN = "the object has the id of this action: it was done, and perhaps undone, and gpu.actions does not have it"
+_INTERRUPTED = "it was not done: the process ended, or Kafka or the API server took too long"
 _decode = decoder(Action)
 
 
@@ -199,7 +201,7 @@ class Reclaimer:
         if done:
             await self._write(_next_state(intention, "done", generation=generation), abandon)
         else:
-            texts = {"interrupted": "the process ended before it was done", "changed": _CHANGED}
+            texts = {"interrupted": _INTERRUPTED, "changed": _CHANGED}
             await self._write(_next_state(intention, "refused", reason=reason, message=texts[reason]), abandon)
 
     async def end(self, planned: Action | None, reason: str, abandon: asyncio.Event) -> None:
@@ -282,9 +284,12 @@ class Reclaimer:
         stops = [decision for kind, decision in decisions.items() if kind != "event"]
         can_stop = any(isinstance(stop, WorkloadChange) or stop.reason != "unsupported" for stop in stops)
         for kind, decision in decisions.items():
-            intention = self.ledger.intention(action_id(firing.alert, kind))
-            if intention is not None and changed_by(intention.id, facts):
+            action = action_id(firing.alert, kind)
+            intention = self.ledger.intention(action)
+            if changed_by(action, facts) and intention is not None:
                 await self._write(_next_state(intention, "done"), abandon)  # after it was taken for refused
+            elif changed_by(action, facts):
+                await self._refuse(firing, kind, Objection("already", _FORGOTTEN), abandon)
             elif isinstance(decision, Objection):
                 if decision.reason != "unsupported" or not can_stop:
                     await self._refuse(firing, kind, decision, abandon)

@@ -10,7 +10,7 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from delivery.kubernetes.client import Answer, Unreachable
-from sinks.reclaim.decide import RECLAIMED_BY
+from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
 from sinks.reclaim.ledger import HOUR_MS as LEDGER_HOUR_MS
 from sinks.reclaim.ledger import Ledger
 from tests.sinks.alerts import START_MS, alert
@@ -267,6 +267,59 @@ async def test_the_pod_of_an_alert_about_one_pod_is_told_by_its_uid(uid: str, st
     world.write(msgspec.structs.replace(firing, labels=labels))
     await world.replica().run()
     assert world.states() == states
+
+
+async def test_what_keeps_a_workload_of_kueue_active_is_also_an_annotation_of_its_own() -> None:
+    world = World("deactivate")
+    world.write(world.job())
+    world.kueue("uid-train", active=True)["metadata"]["annotations"] = {"gpustream.dev/reclaim": "off"}
+    await world.replica().run()
+    assert (world.states(), world.api.changes) == (["refused opted_out"], [])
+    assert world.log[0].message.startswith("Workload job-train is left alone: gpustream.dev/reclaim is 'off'")
+
+
+@pytest.mark.parametrize(
+    ("when_scaled", "states"), [("Delete", ["refused unsupported"]), ("Retain", ["intended", "done"])]
+)
+async def test_a_statefulset_that_would_lose_its_volumes_is_left_alone(when_scaled: str, states: list[str]) -> None:
+    world = World("scale")
+    policy = {"whenDeleted": "Retain", "whenScaled": when_scaled}
+    spec = {"replicas": 1, "volumeClaimTemplates": [{}], "persistentVolumeClaimRetentionPolicy": policy}
+    path = "/apis/apps/v1/namespaces/ml/statefulsets/notes"
+    world.write(world.pods("notes", world.api.put(path, "StatefulSet", "apps/v1", spec=spec), 1))
+    await world.replica().run()
+    assert world.states() == states
+
+
+@pytest.mark.parametrize(
+    ("says", "states"), [("scale=4h", ["refused changed"]), ("scale=4h, partly", ["intended", "done"])]
+)
+async def test_a_pod_that_was_made_since_the_time_counts_is_another_pod_although_the_alert_was_renewed(
+    says: str, states: list[str]
+) -> None:
+    world = World(says)
+    firing = world.deployment()
+    world.write(firing)
+    sink = world.replica()
+    await sink.run()
+    world.now_ms += 2 * HOUR_MS
+    world.api.objects[POD]["metadata"]["creationTimestamp"] = time_of(world.now_ms).isoformat()
+    world.now_ms += 2 * HOUR_MS
+    world.write(firing)  # by what the node of the other pod reports
+    await sink.run()
+    assert world.states() == ["planned", *states]
+
+
+async def test_what_was_undone_is_not_done_again_although_the_log_of_actions_was_lost() -> None:
+    world = World("scale")
+    world.write(world.deployment())
+    await world.replica().run()
+    deployment = world.api.objects[DEPLOYMENT]
+    deployment["spec"]["replicas"], deployment["metadata"]["annotations"] = 2, {UNDONE: world.log[-1].id}
+    world.log.clear()
+    world.replicas.clear()
+    await world.replica().run(later_ms=1000)
+    assert (world.states(), replicas(world)) == (["refused already"], 2)
 
 
 async def test_the_time_counts_from_when_all_of_the_workload_idles() -> None:
@@ -547,6 +600,19 @@ async def test_after_a_lost_answer_the_annotation_of_the_object_shows_that_the_c
     assert world.states() == ["intended"]
     await sink.run(later_ms=10_000)
     assert (world.states(), len(world.api.changes)) == (["intended", "done"], 1)
+
+
+async def test_a_change_that_the_api_server_did_not_answer_and_did_not_make_is_not_called_the_end_of_the_process() -> (
+    None
+):
+    world = World("scale")
+    world.write(world.deployment())
+    world.api.faults = [_on("PATCH", None)] * 9
+    sink = world.replica()
+    await sink.run()
+    await sink.run(later_ms=10_000)
+    assert world.states() == ["intended", "refused interrupted"]
+    assert "the API server took too long" in world.log[-1].message
 
 
 async def test_an_intention_whose_object_can_not_be_read_stays_open_until_it_can() -> None:
