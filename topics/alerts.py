@@ -71,6 +71,13 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gpus: Annotated[tuple[AlertGpu, ...], about("The GPUs of which it is true now, if it is about several.")] = ()
     held: Annotated[UInt | None, about("How many GPUs the workload, or the pod, holds in all.", "GPUs")] = None
     idle: Annotated[UInt | None, about("Of how many GPUs it is true now.", "GPUs")] = None
+    confirmed_at: Annotated[
+        Time | None,
+        about(
+            "Until when it is known of each of the GPUs, by the log: when the tick was logged that confirmed it last."
+            " Each is confirmed once an hour, while ticks show it. Absent if the alert is not about GPUs of pods."
+        ),
+    ] = None
 
     @property
     def is_open(self) -> bool:
@@ -235,6 +242,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds: Annotated[
         float | None, about("For how long its condition has held, as of the last report of it.", "s")
     ] = None
+    confirmed_ms: Annotated[
+        UInt | None, about("When the tick of the last report of it was logged.", "ms since the epoch")
+    ] = None
     before_s: Annotated[
         float, about("For how long its condition held in earlier firings, since the group fires.", "s")
     ] = 0.0
@@ -349,8 +359,8 @@ TOPIC = Topic(
     promise=(
         "The last record of a key is the alert's state. A transition is identified by (fingerprint, starts_at, state), "
         "and comes at least once. A repeat has the same bytes, but an alert about several GPUs is also written again "
-        "while it fires: with the next revision if its GPUs or its severity change, and once an hour with new figures. "
-        "Each firing is followed by at most one resolved. Open alerts "
+        "while it fires: with the next revision if its GPUs or its severity change, and once an hour with new figures, "
+        "while ticks show that it goes on. Each firing is followed by at most one resolved. Open alerts "
         "are written again daily; an alert that was resolved 7 days ago is deleted (a record without a value)."
     ),
 )

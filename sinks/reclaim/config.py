@@ -55,8 +55,8 @@ class ReclaimSettings(SinkSettings):
         Option(
             "--alert-age",
             DURATION,
-            "An alert that was not written again for this long is not acted on. The alert stream renews an alert of a"
-            " workload each hour.",
+            "An alert that was not confirmed of all its GPUs for this long is not acted on. The alert stream does that"
+            " each hour, while ticks show it.",
         ),
     ] = 7200.0
     kubeconfig: Kubeconfig = None

@@ -230,13 +230,17 @@ class Reclaimer:
 
     async def _facts(self, firing: Firing, namespace: Json, now_ms: int) -> Facts | Objection:
         """The objects of an alert, or why nothing is done about it. Raises Unreachable."""
-        alert, age_ms = firing.alert, now_ms - firing.written_ms
+        alert, confirmed_at = firing.alert, firing.alert.confirmed_at
+        known_ms = firing.written_ms if confirmed_at is None else min(firing.written_ms, epoch_ms(confirmed_at))
+        age_ms = now_ms - known_ms
         if firing.since_ms is None:
             share = f"{alert.idle} of {alert.held} GPUs are in it"
             count = share if alert.held else "how many GPUs it holds is not known"
             return Objection("partly", f"the workload works partly ({count}), and the namespace does not say partly")
         if age_ms > self.settings.alert_age_s * 1000:
-            message = f"the alert was last written {duration_words(age_ms)} ago: is the alert stream well?"
+            message = (
+                f"it is known as of {duration_words(age_ms)} ago: is the alert stream well, do all nodes send ticks?"
+            )
             return Objection("old", message)
         try:
             return await self.cluster.facts(alert, namespace)

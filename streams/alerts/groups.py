@@ -62,7 +62,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         for alert in report.others:
             others.pop(alert.fingerprint, None)
             if alert.is_open:
-                others[alert.fingerprint] = _replace(_member(alert, None), name=alert.name)
+                others[alert.fingerprint] = _replace(_member(alert, None, report.logged_ms), name=alert.name)
         left_nodes = {node for node, report_state in seen.items() if report_state.held == 0}
         group = _replace(group, others=tuple([o for o in others.values() if o.gpu.node not in left_nodes]))
     rule_removed = group.alert is not None and group.alert.name not in rules.by_name
@@ -78,7 +78,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
 
 def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> GroupStep:
     """The group with the parts of a report; its alert fires, is updated, or is resolved by that."""
-    members, open_part, ended_part = _update_members(group.members, report.alerts)
+    members, open_part, ended_part = _update_members(group.members, report)
     before, after = group.alert, None
     open_part = open_part or ((group.part or before) if any(member.ended_ms is None for member in members) else None)
     part_or_alert = open_part or before
@@ -113,19 +113,19 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
 
 
 def _update_members(
-    members_before: Sequence[Member], alerts: Sequence[Alert]
+    members_before: Sequence[Member], report: AlertReport
 ) -> tuple[list[Member], Alert | None, Alert | None]:
-    """The parts of a group after alerts of single GPUs, the first of these alerts that is open, and the last that is
+    """The parts of a group after a report, the first alert of a single GPU in it that is open, and the last that is
     resolved."""
     members = {member.fingerprint: member for member in members_before}
     first_open: Alert | None = None
     last_ended: Alert | None = None
-    for alert in alerts:
+    for alert in report.alerts:
         member = members.get(alert.fingerprint)
         if member is not None and member.ended_ms is not None and epoch_ms(alert.starts_at) == member.starts_ms:
             continue  # it was reported again after a crash
         if member is not None or alert.is_open:
-            members[alert.fingerprint] = _member(alert, member)
+            members[alert.fingerprint] = _member(alert, member, report.logged_ms)
         first_open = first_open or (alert if alert.is_open else None)
         last_ended = last_ended if alert.is_open else alert
     ends_ms = sorted([member.ended_ms for member in members.values() if member.ended_ms is not None])
@@ -152,8 +152,9 @@ def without_alert(group: AlertGroup) -> AlertGroup | None:
     return None if is_over(remaining, 0) else remaining
 
 
-def _member(alert: Alert, before: Member | None) -> Member:
-    """The part that an alert of a single GPU is; ``before`` is the same part as reported before."""
+def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
+    """The part that an alert of a single GPU is; ``before`` is the same part as reported before. ``logged_ms``: when
+    the tick of the report was logged."""
     labels, figures = alert.labels, alert.annotations
     pod, job = labels.get("k8s_pod_name"), labels.get("job_id")
     gpu = AlertGpu(
@@ -173,6 +174,7 @@ def _member(alert: Alert, before: Member | None) -> Member:
         starts_ms=starts_ms,
         ended_ms=None if alert.ends_at is None else epoch_ms(alert.ends_at),
         seconds=alert.value,
+        confirmed_ms=logged_ms,
         before_s=before_s,
         share=float(figures["gpu_share"]) if "gpu_share" in figures else None,
         price=figures.get("gpu_hour_price"),
@@ -267,6 +269,14 @@ def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rule
             node=firing_members[0].gpu.node if not alert.gpus else alert.node,
             held=_count_held(group) or None if report.scope != "node" else None,
             idle=len(firing_members) if report.scope != "node" else None,
+            confirmed_at=_confirmed_at(firing_members) if report.scope != "node" else None,
         )
     annotations, value = describe_group(alert, group, report, rules)
     return _replace(alert, annotations=annotations, value=value)
+
+
+def _confirmed_at(members: Sequence[Member]) -> datetime | None:
+    """Until when the condition of each part is known to hold; None if that is not known of one of them, which was
+    reported to an earlier version."""
+    confirmed_ms = [member.confirmed_ms or 0 for member in members]
+    return time_of(min(confirmed_ms)) if all(confirmed_ms) else None

@@ -233,6 +233,8 @@ def _firing(condition: Tracked, finding: Finding | None, context: _Context) -> t
     every_ms = REPEAT_MS if condition.scope is None else REPORT_MS
     if condition.written_ms is not None and 0 <= now_ms - condition.written_ms < every_ms:
         return condition, None
+    if condition.written_ms is not None and condition.scope in ("workload", "pod") and not holds:
+        return condition, None  # only a tick that shows it confirms a part of an alert of several GPUs
     return _replace(condition, written_ms=now_ms), condition.alert
 
 

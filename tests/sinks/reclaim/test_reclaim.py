@@ -206,6 +206,15 @@ async def test_an_alert_that_is_old_resolved_of_another_rule_or_of_another_clust
         assert (world.log, replicas(world)) == ([], 2)
 
 
+@pytest.mark.parametrize(("known_ms", "states"), [(HOUR_MS, ["refused old"]), (3 * HOUR_MS, ["intended", "done"])])
+async def test_an_alert_that_was_renewed_but_not_confirmed_of_all_gpus_is_old(known_ms: int, states: list[str]) -> None:
+    world = World("scale")
+    world.now_ms += 4 * HOUR_MS
+    world.write(msgspec.structs.replace(world.deployment(), confirmed_at=time_of(START_MS + known_ms)))
+    await world.replica().run()
+    assert world.states() == states
+
+
 def _elsewhere(firing: Alert) -> Alert:
     return msgspec.structs.replace(firing, cluster="c2")
 

@@ -193,6 +193,44 @@ def test_it_is_a_warning_and_then_critical_in_one_rule() -> None:
     assert epoch_ms(alerts[0].starts_at) == START_MS + 30_000
 
 
+def confirmed(*moments: tuple[range, str, list[Device]]) -> list[tuple[int, int | None]]:
+    """When an idle gang's alert is written after it fires, and until when all of it is known, in seconds."""
+    states: dict[str, NodeAlerts] = {}
+    group: AlertGroup | None = None
+    log: list[tuple[int, int | None]] = []
+    for offset, (s, node, devices) in enumerate(
+        sorted(
+            [(s, node, devices) for seconds, node, devices in moments for s in seconds], key=lambda moment: moment[0]
+        )
+    ):
+        before = states.get(node) or initial_state(tick(0, node=node), LogPosition(0, START_MS))
+        after = step(before, tick(s, *devices, node=node), LogPosition(offset, START_MS + s * 1000), SOON_RULES)
+        states[node] = after.state
+        for number, report in enumerate(report for report in after.reports if report.alerts):
+            stepped = groups.step(group, report, 10 * offset + number, SOON_RULES)
+            group = stepped.group
+            log += [
+                (s, (epoch_ms(alert.confirmed_at) - START_MS) // 1000 if alert.confirmed_at else None)
+                for alert in stepped.alerts
+                if s > 200
+            ]
+    return log
+
+
+def test_while_a_node_is_silent_the_alert_of_its_gang_says_until_when_all_of_it_is_known() -> None:
+    n0, n1 = ([device(i, holder(f"bert-{i}"), busy=0.0)] for i in range(2))
+    ticks = confirmed((range(0, 8000, 20), "n0", n0), (range(0, 8000, 20), "n1", n1))
+    assert ticks == [(3700, 100), (3700, 3700), (7300, 3700), (7300, 7300)]
+    assert confirmed((range(0, 1000, 20), "n0", n0), (range(0, 8000, 20), "n1", n1))[-1] == (7300, 100)
+
+
+def test_a_gpu_of_which_nothing_is_known_is_not_reported_as_idle_again() -> None:
+    pod = holder()
+    idle, unknown = [device(0, pod, busy=0.0)], [device(0, pod, state="timeout")]
+    assert confirmed((range(0, 1000, 20), "n", idle), (range(1000, 8000, 20), "n", unknown)) == []
+    assert confirmed((range(0, 8000, 20), "n", idle))[-1] == (7300, 7300)
+
+
 def test_the_alert_says_what_is_wasted_what_it_costs_and_who_owns_it() -> None:
     prices = Prices("EUR", (Price("nvidia h100*", Decimal("3.60"), 0, 2**62, ()),))
     rules = msgspec.structs.replace(SOON_RULES, wording=Wording("https://wiki.example.org/gpu", "squad", prices))
