@@ -111,6 +111,14 @@ def pods_of(alert: Alert) -> list[str]:
     return sorted(name.partition("/")[2] for name in names if name.partition("/")[0] == namespace)
 
 
+def subject(alert: Alert) -> str:
+    """What an alert is about, for people: its workload or, if it has none, its pod."""
+    labels = alert.labels
+    if name := labels.get("k8s_workload_name"):
+        return f"{labels.get('k8s_workload_kind', 'workload')} {name}"
+    return f"pod {labels['k8s_pod_name']}" if "k8s_pod_name" in labels else f"what {alert.name} is about"
+
+
 def works_partly(alert: Alert) -> bool:
     """Whether some GPUs of the workload work, or may work."""
     return alert.idle is None or alert.held is None or alert.idle < alert.held
@@ -121,7 +129,7 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     inherited = facts.namespace["metadata"].get("labels") or {}
     inherited = {**inherited, **(facts.namespace["metadata"].get("annotations") or {})}
     if not facts.pods:
-        return Objection("no_owner", "the alert names no pod")
+        return Objection("no_owner", f"{subject(firing.alert)}: the alert names no pod")
     for name, pod in facts.pods.items():
         if (change := _change_of_pod(name, pod, firing)) is not None:
             return Objection("changed", change)
@@ -135,7 +143,7 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
         pod_name = next(name for name, chain in facts.owners.items() if not chain)
         return Objection("no_owner", f"pod {pod_name} has no owner that would start it again: only a person may end it")
     if len({chain[-1]["metadata"]["uid"] for chain in chains}) > 1:
-        return Objection("several_owners", "the pods of the alert have several owners")
+        return Objection("several_owners", f"{subject(firing.alert)}: the pods of the alert have several owners")
     plan = _plan(kind, chains, facts.workload)
     if isinstance(plan, Objection) or firing.partly:
         return plan

@@ -39,6 +39,7 @@ from sinks.reclaim.decide import (
     event_name,
     is_done,
     patch,
+    subject,
 )
 from sinks.reclaim.ledger import OVER, Ledger, is_repeated
 from topics.actions import KINDS, Action, ActionKind, action_id
@@ -236,12 +237,12 @@ class Reclaimer:
         if firing.since_ms is None:
             share = f"{alert.idle} of {alert.held} GPUs are in it"
             count = share if alert.held else "how many GPUs it holds is not known"
-            return Objection("partly", f"the workload works partly ({count}), and the namespace does not say partly")
-        if age_ms > self.settings.alert_age_s * 1000:
-            message = (
-                f"it is known as of {duration_words(age_ms)} ago: is the alert stream well, do all nodes send ticks?"
+            return Objection(
+                "partly", f"{subject(alert)} works partly ({count}), and the namespace does not say partly"
             )
-            return Objection("old", message)
+        if age_ms > self.settings.alert_age_s * 1000:
+            known = f"what {subject(alert)} does is known as of {duration_words(age_ms)} ago"
+            return Objection("old", f"{known}: is the alert stream well, do all its nodes send ticks?")
         try:
             return await self.cluster.facts(alert, namespace)
         except Denied as denied:
@@ -328,7 +329,7 @@ class Reclaimer:
             await self._write(intention, abandon)
             return
         budget = self.settings.event_budget if kind == "event" else self.settings.budget
-        spent = Objection("budget", f"the budget of {budget} an hour is spent: it is tried again")
+        spent = Objection("budget", f"the budget of {budget} an hour is spent: {subject(firing.alert)} is tried again")
         is_granted = self.ledger.has_room(intention, self._now_ms()) and await self._write(intention, abandon)
         last = self.ledger.last(intention.id)
         if last is not None and last.state in OVER:

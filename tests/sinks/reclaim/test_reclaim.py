@@ -215,6 +215,17 @@ async def test_an_alert_that_was_renewed_but_not_confirmed_of_all_gpus_is_old(kn
     assert world.states() == states
 
 
+@pytest.mark.parametrize(
+    ("reason", "hours", "held", "budget"), [("old", 3, 2, 9), ("partly", 0, 3, 9), ("budget", 0, 2, 0)]
+)
+async def test_what_is_refused_says_of_which_workload(reason: str, hours: int, held: int, budget: int) -> None:
+    world = World("scale")
+    world.write(msgspec.structs.replace(world.deployment(), held=held))
+    await world.replica(budget=budget).run(later_ms=hours * HOUR_MS)
+    assert world.states() == [f"refused {reason}"]
+    assert "Deployment web" in world.log[0].message
+
+
 def _elsewhere(firing: Alert) -> Alert:
     return msgspec.structs.replace(firing, cluster="c2")
 
