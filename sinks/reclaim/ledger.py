@@ -103,10 +103,9 @@ class Ledger:
         if action.state == "intended":
             self._intentions[action.id] = action
             at_ms = logged_ms if logged_ms > 0 else epoch_ms(action.at)
-            if granted.get(action.id, -HOUR_MS) <= at_ms - HOUR_MS:  # else it was granted already
-                granted.pop(action.id, None)
-                if self.left(budget_of(action.action), at_ms) > 0:
-                    granted[action.id] = at_ms
+            was_granted = granted.pop(action.id, -HOUR_MS) > at_ms - HOUR_MS
+            if was_granted or self.left(budget_of(action.action), at_ms) > 0:
+                granted[action.id] = at_ms  # it may only be done now: its hour begins again
         elif action.state == "refused" and action.target is not None and action.reason != "interrupted":
             granted.pop(action.id, None)
 

@@ -715,9 +715,7 @@ def test_no_more_than_the_budget_is_granted_within_any_hour_and_all_readers_agre
         if state == "refused":
             granted.pop(action.id, None)
         elif state == "intended" and verdicts == {True}:
-            granted.setdefault(action.id, at_ms)
-            if granted[action.id] <= at_ms - LEDGER_HOUR_MS:
-                granted[action.id] = at_ms
+            granted[action.id] = at_ms
         assert sum(granted_ms > at_ms - LEDGER_HOUR_MS for granted_ms in granted.values()) <= budget
 
 
@@ -857,6 +855,16 @@ def test_an_interrupted_action_keeps_its_place_in_the_budget() -> None:
     assert ledger.verdict(_intention(1)) is False, "the request of the other may still be made"
     assert ledger.has_room(_intention(0), START_MS)
     assert not ledger.has_room(_intention(1), START_MS)
+
+
+def test_an_action_that_is_intended_again_counts_for_an_hour_from_then() -> None:
+    ledger = Ledger("c1", {"stop": 1, "event": 0})
+    interrupted = msgspec.structs.replace(_intention(0, state="refused"), reason="interrupted")
+    ledger.add(_intention(0), START_MS)
+    ledger.add(interrupted, START_MS + 1000)
+    ledger.add(_intention(0), START_MS + 50 * 60_000)
+    assert not ledger.has_room(_intention(1), START_MS + 109 * 60_000)
+    assert ledger.has_room(_intention(1), START_MS + 110 * 60_000)
 
 
 async def test_what_another_replica_did_is_not_done_again_by_one_that_reads_of_it_only_now() -> None:
