@@ -102,12 +102,15 @@ class NotUndone(BrokerError):
     """It can't be undone; the message says why."""
 
 
-async def _actions(connection: Connection) -> dict[str, Action]:
-    """The record that counts of each action, by its id: the last one, but nothing after an end except ``undone``."""
+async def _actions(connection: Connection, *, begun: bool = False) -> dict[str, Action]:
+    """The record that counts of each action, by its id: the last one, but nothing after an end except ``undone``.
+    ``begun``: the last by which it was begun or done, whatever was decided later."""
     actions_by_id: dict[str, Action] = {}
     async with history.opened(connection, [actions.TOPIC.name]) as reader:
         async for records in reader.records(await reader.spans(actions.TOPIC.name)):
             for _, action in history.decoded(records, _decode, log):
+                if begun and action.state not in ("intended", *OVER):
+                    continue
                 previous = actions_by_id.get(action.id)
                 if previous is None or previous.state not in OVER or action.state == "undone":
                     actions_by_id[action.id] = action
@@ -119,6 +122,8 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
     action = (await _actions(connection)).get(action_id)
     if action is None:
         raise NotUndone(f"there is no action {action_id} in {connection.prefixed(actions.TOPIC.name)}")
+    if action.state == "refused":  # the API server may have done it after the request was given up
+        action = (await _actions(connection, begun=True)).get(action_id, action)
     if action.state not in ("done", "intended"):
         raise NotUndone(f"action {action_id} is {action.state}: there is nothing to undo")
     api = Client(kubeconfig)

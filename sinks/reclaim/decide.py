@@ -286,7 +286,8 @@ def unpatch(action: Action, obj: Json | None) -> Json | Objection:
     annotations = meta.get("annotations") or {}
     if annotations.get(RECLAIMED_BY) != action.id:
         return Objection(
-            "changed", f"{name} does not have {RECLAIMED_BY}: {action.id} any more: somebody else changed it since"
+            "changed",
+            f"{name} does not have {RECLAIMED_BY}: {action.id}: it was not done, or somebody changed it since",
         )
     if action.generation is not None and meta.get("generation") != action.generation:
         return Objection("changed", f"somebody changed {name} since: look at it, and change it yourself")

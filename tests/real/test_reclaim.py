@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import yaml
 from aiohttp import web
+from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner
 
 from gpustream.cli import main
-from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
+from sinks.reclaim.decide import RECLAIMED_BY, UNDONE, WorkloadChange, patch
 from tests.eventually import eventually
 from tests.k8s.manifests import K8S
 from tests.real.kubernetes import ApiServer, Json
@@ -22,7 +23,7 @@ from tests.real.pipeline import Gpustream, records_of
 from tests.real.servers import KafkaServer
 from tests.real.test_alert_sinks import write
 from tests.sinks.alerts import alert
-from topics.actions import Action
+from topics.actions import Action, action_id
 from topics.alerts import Alert, AlertGpu
 
 CLUSTER = "c1"
@@ -253,6 +254,39 @@ def _undo(kafka: KafkaServer, api: ApiServer, action: str) -> tuple[int, str]:
     config = str(api.kubeconfig("admin"))
     result = CliRunner().invoke(main, ["reclaim", "undo", action, "--kafka", kafka.address, "--kubeconfig", config])
     return result.exit_code, result.stdout if result.exit_code == 0 else result.stderr
+
+
+async def test_what_the_api_server_did_after_the_sink_had_given_it_up_can_be_undone(
+    empty_kafka: KafkaServer, kube_api: ApiServer
+) -> None:
+    kafka, api, space = empty_kafka, kube_api, "late"
+    kafka.create_ours({"gpu.actions": 2})
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
+    selector, path = {"matchLabels": {"app": "x"}}, f"/apis/apps/v1/namespaces/{space}/deployments"
+    template = {"metadata": {"labels": {"app": "x"}}, "spec": {**POD_SPEC, "restartPolicy": "Always"}}
+    spec, records = {"replicas": 3, "selector": selector, "template": template}, list[Action]()
+    for name in ("did", "did-not"):
+        meta = {"name": name, "namespace": space}
+        plan = WorkloadChange(
+            api.create({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": spec}), {"replicas": 0}
+        )
+        firing = alert(name)
+        intended = Action(
+            schema=1, id=action_id(firing, "scale"), state="intended", at=firing.starts_at, by="x", cluster=CLUSTER,
+            namespace=space, action="scale", target=plan.target, alert=firing.name, fingerprint=firing.fingerprint,
+            starts_at=firing.starts_at, replicas=3, generation=2,
+        )  # fmt: skip
+        refused = msgspec.structs.replace(intended, state="refused", reason="opted_out", target=None, replicas=None)
+        records += [intended, refused]
+        if name == "did":
+            api.patch(f"{path}/did", patch(plan, intended.id, "it idles"))
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
+        for action in records:
+            await producer.send_and_wait("gpu.actions", msgspec.json.encode(action), key=CLUSTER.encode())
+    did, did_not = [await asyncio.to_thread(_undo, kafka, api, action.id) for action in records[::2]]
+    assert did == (0, f"undone: Deployment {space}/did has its replicas again\n")
+    assert (did_not[0], "it was not done" in did_not[1]) == (1, True)
+    assert [api.get(f"{path}/{name}")["spec"]["replicas"] for name in ("did", "did-not")] == [3, 3]
 
 
 async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
