@@ -209,7 +209,7 @@ class Reclaimer:
         """Cancel a planned action. Raises Abandoned."""
         if planned is not None and planned.state == "planned":
             texts = {
-                "resolved": "the alert was resolved, or --alert-names does not have it any more",
+                "resolved": "the alert was resolved or can't be read, or --alert-names does not have it any more",
                 "not_opted_in": "the namespace does not let it be done any more",
             }
             await self._write(_next_state(planned, "ended", reason=reason, message=texts[reason]), abandon)

@@ -135,7 +135,12 @@ class ReclaimPartition:
 
     def _learn(self, record: Record) -> bool:
         """Add a record. Returns whether it is a new state of an alert that this sink acts on. Raises Undecodable."""
-        alert, settings = read_alert(record), self._reclaimer.settings
+        settings = self._reclaimer.settings
+        try:
+            alert = read_alert(record)
+        except Undecodable:
+            self._watched.pop(key_of(record), None)  # it may be resolved by that
+            raise
         if alert is None:
             self._transitions.update(record, None)
             self._watched.pop(key_of(record), None)

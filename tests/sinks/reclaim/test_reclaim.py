@@ -13,7 +13,7 @@ from delivery.kubernetes.client import Answer, Unreachable
 from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
 from sinks.reclaim.ledger import HOUR_MS as LEDGER_HOUR_MS
 from sinks.reclaim.ledger import Ledger
-from tests.sinks.alerts import START_MS, alert
+from tests.sinks.alerts import START_MS, alert, alert_record
 from tests.sinks.reclaim.fakes import HOUR_MS, Fault, Killed, Replica, World, away, over, status
 from topics.actions import Action, Target, action_id
 from topics.alerts import Alert
@@ -420,6 +420,20 @@ async def test_a_running_sink_counts_the_time_again_if_it_has_not_read_every_rev
     await sink.run(later_ms=HOUR_MS)
     assert [action.due_at for action in world.log] == [time_of(START_MS + ms) for ms in (2 * HOUR_MS, 3 * HOUR_MS)]
     assert replicas(world) == 2
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_alert_whose_last_record_cannot_be_read_is_not_acted_on(restarted: bool) -> None:
+    world = World("scale=1h")
+    firing = world.deployment()
+    world.write(firing)
+    sink = world.replica()
+    await sink.run()
+    unreadable = b'{"schema":1,"state":"resolved"}'
+    world.alerts.append(alert_record(unreadable, 1, at_ms=world.now_ms, key=firing.fingerprint.encode()))
+    sink = world.replica() if restarted else sink
+    await sink.run(later_ms=HOUR_MS)
+    assert (world.states(), replicas(world)) == (["planned", "ended resolved"], 2)
 
 
 async def test_what_was_begun_about_an_alert_that_is_not_acted_on_any_more_gets_its_end() -> None:
