@@ -30,6 +30,7 @@ SCALED = (("apps", "Deployment"), ("apps", "StatefulSet"))
 SUSPENDED = (("batch", "Job"), ("jobset.x-k8s.io", "JobSet"))
 KUEUE = "kueue.x-k8s.io"
 
+_OVER = ("Complete", "Completed", "Failed", "Finished")  # the conditions of Jobs, JobSets and Workloads at their end
 _MAX_SUMMARY = 500
 
 
@@ -188,7 +189,7 @@ def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | N
     if kind == "event":
         return WorkloadChange(top, None)
     if kind == "deactivate":
-        if workload is None:
+        if workload is None or "spec" not in workload:
             return Objection("unsupported", f"{_named(top)} is not queued by Kueue")
         return _change(workload, {"active": False}, is_done=workload["spec"].get("active") is False)
     kinds = SCALED if kind == "scale" else SUSPENDED
@@ -224,7 +225,7 @@ def _is_of(obj: Json, kinds: Sequence[tuple[str, str]]) -> bool:
 
 def _change(obj: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
     conditions = obj.get("status", {}).get("conditions") or ()
-    if is_done or any(c["type"] in ("Complete", "Failed", "Finished") and c["status"] == "True" for c in conditions):
+    if is_done or any(c["type"] in _OVER and c["status"] == "True" for c in conditions):
         return Objection("already", f"{_named(obj)} has ended, or somebody stopped it already")
     if obj["metadata"].get("deletionTimestamp"):
         return Objection("changed", f"{_named(obj)} is being deleted")

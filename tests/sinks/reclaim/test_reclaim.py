@@ -130,6 +130,23 @@ async def test_a_jobset_is_suspended_and_not_its_jobs() -> None:
     assert world.api.changes == [(path, {"suspend": True})]
 
 
+async def test_a_jobset_that_has_completed_is_left_alone() -> None:
+    world = World("suspend")
+    conditions = {"conditions": [{"type": "Completed", "status": "True"}]}
+    path = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/set"
+    world.write(world.job(above=world.api.put(path, "JobSet", "jobset.x-k8s.io/v1alpha2", status=conditions)))
+    await world.replica().run()
+    assert (world.states(), world.api.changes) == (["refused already"], [])
+
+
+async def test_a_workload_of_kueue_without_content_does_not_end_the_sink() -> None:
+    world = World("scale, deactivate")
+    world.write(world.job(), world.deployment())
+    del world.kueue("uid-train")["spec"]
+    await world.replica().run()
+    assert (world.states("deactivate"), replicas(world)) == (["refused unsupported"], 0)
+
+
 async def test_the_job_of_a_cronjob_is_suspended_and_one_of_an_operator_is_not() -> None:
     for kind, version, states in (
         ("CronJob", "batch/v1", ["intended", "done"]),
