@@ -143,10 +143,7 @@ class PageSink:
                 elif record.value is None:  # its key was deleted: its hour is more than a day ago
                     is_new = False
                 else:
-                    usage = decoded(record, _decode_usage, topic)
-                    if not usage.of:
-                        raise Undecodable("of is 0")
-                    is_new = self.fleet.add_usage(key, usage)
+                    is_new = self.fleet.add_usage(key, decoded(record, _decode_usage, topic))
             except Undecodable:
                 counter(DROPPED, "undecodable").inc()
             else:
