@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 import orjson
 
-from topics.topic import UNDECODABLE
+from topics.topic import UNDECODABLE, Int
 from topics.workloads import MAINTENANCE
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -143,7 +143,7 @@ class ResourceStatus(msgspec.Struct, frozen=True):
 class ContainerStatus(msgspec.Struct, frozen=True, rename="camel"):
     state: ContainerState | None = None
     allocated_resources_status: list[ResourceStatus] | None = None
-    restart_count: int = 0
+    restart_count: Int = 0
 
 
 class PodCondition(msgspec.Struct, frozen=True, rename="camel"):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
@@ -82,6 +83,18 @@ def test_the_objects_of_a_watch_are_stored() -> None:
     assert [(pod["name"], pod["namespace_labels"]) for pod in content.pods] == [("bert-0", {"team": "research"})]
     assert [device["uuid"] for device in content.dra_devices] == ["GPU-a", "GPU-b"]
     assert [(claim["claim"], claim["device"]) for claim in content.admin_claims] == [("monitor", "gpu-0")]
+
+
+@pytest.mark.parametrize("restarts", [2**63, 2**64, 10**30])
+def test_a_number_of_restarts_that_no_record_can_hold_costs_its_pod_only(restarts: int) -> None:
+    bench = Bench().fill()
+    waits = {"restartCount": restarts, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    bench.pods.put(raw(pod_json("crash-0", status={"containerStatuses": [waits]})))
+    content = bench.state.pop_content("n1")
+    assert content is not None
+
+    assert [pod["name"] for pod in content.pods] == ["bert-0"]
+    assert value(bench.instruments, names.UNDECODABLE, resource="pods") == 1
 
 
 def test_a_deleted_object_is_removed_and_a_deleted_pod_has_ended() -> None:
