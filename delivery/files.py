@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 _LARGEST_BYTES = 1 << 20
 
 
@@ -16,3 +18,19 @@ def read(path: Path) -> bytes:
     if len(content) > _LARGEST_BYTES:
         raise TooLarge(f"larger than {_LARGEST_BYTES >> 20} MiB")
     return content
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML as Go reads it: an escape that is no character, such as half of a surrogate pair, is an error of the file,
+    and not of whoever writes the text later."""
+
+    def scan_flow_scalar(self, style: str) -> yaml.ScalarToken:
+        """The next text in quotes. Raises ScannerError."""
+        start_mark = self.get_mark()
+        try:
+            token: yaml.ScalarToken = super().scan_flow_scalar(style)
+            token.value.encode()
+        except (ValueError, OverflowError) as error:
+            problem = "a text in quotes has an escape that is no character"
+            raise yaml.scanner.ScannerError(None, None, problem, start_mark) from error
+        return token

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from delivery import files
-from delivery.files import TooLarge
+from delivery.files import TooLarge, YamlLoader
 
 _FIELDS = frozenset({"model", "per_gpu_hour", "from", "to", "node_labels"})
 _FOREVER_MS = 2**63 - 1
@@ -63,7 +63,7 @@ class Prices(NamedTuple):
         return None
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(YamlLoader):
     """YAML whose numbers stay text, and in which a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import yaml
 
+from delivery.files import YamlLoader
+
 TYPES = ("gauge", "counter", "untyped", "label")
 """The types of rows. Up to 4.8.2 dcgm-exporter takes the following as well, and has no ``untyped``."""
 
@@ -156,7 +158,7 @@ def _columns(lines: Sequence[str], start: int) -> tuple[list[str], int]:
 def parse_yaml(text: str) -> tuple[Counter, ...] | str:
     """The rows of ``metrics.fields``, or the path in ``metrics.file``. Raises CountersError."""
     try:
-        documents = list(yaml.compose_all(text, yaml.SafeLoader))
+        documents = list(yaml.compose_all(text, YamlLoader))
     except RecursionError as error:
         raise CountersError([LineError(0, "is nested too deeply")]) from error
     except yaml.MarkedYAMLError as error:

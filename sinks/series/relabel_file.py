@@ -13,7 +13,7 @@ import re2
 import yaml
 
 from delivery import files
-from delivery.files import TooLarge
+from delivery.files import TooLarge, YamlLoader
 from sinks.series.labels import META
 from sinks.series.relabel import Action, Expression, Rule, Rules, Scheme, Template, is_label_name, lowercase
 from sinks.series.relabel_presets import PRESET, PRESETS
@@ -78,7 +78,7 @@ def load(text: str, file: str) -> Rules:
     Raises BadRules with every error.
     """
     try:
-        loader = yaml.SafeLoader(text)
+        loader = YamlLoader(text)
         document = loader.get_single_node()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)

@@ -141,3 +141,9 @@ def test_a_manifest_is_refused_with_what_the_file_must_be() -> None:
     errors = errors_of("apiVersion: v1\nkind: ConfigMap\ndata:\n  metrics: |\n    A,gauge,x\n")
 
     assert any("of a ConfigMap only the text of its key is the file" in message for _, message in errors)
+
+
+@pytest.mark.parametrize("escape", ["\\ud800", "\\ud83e\\udd80", "\\U00110000", "\\Uffffffff"])
+def test_an_escape_that_is_no_character_is_an_error_of_its_line(escape: str) -> None:
+    text = ONE_FIELD.decode().replace("Of A.", f'"{escape}"')
+    assert errors_of(text) == [(6, "is no YAML: a text in quotes has an escape that is no character")]

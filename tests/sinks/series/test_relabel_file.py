@@ -127,3 +127,10 @@ def test_a_file_that_has_no_rules_is_refused_in_one_sentence(text: str, error: s
 def test_a_number_of_thousands_of_digits_is_no_modulus() -> None:
     (error,) = errors_of(f"- {{action: hashmod, target_label: x, modulus: {'9' * 5000}}}")
     assert error.startswith("rules.yml:1: rule 1: modulus is a whole number from 0 to 18446744073709551615, not '999")
+
+
+@pytest.mark.parametrize("escape", ["\\ud800", "\\Uffffffff"])
+def test_an_escape_that_is_no_character_is_refused(escape: str) -> None:
+    assert errors_of(f'- source_labels: [pod]\n  target_label: "{escape}"') == [
+        "rules.yml:2: not YAML: a text in quotes has an escape that is no character"
+    ]
