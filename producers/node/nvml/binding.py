@@ -4,7 +4,8 @@ In: functions by pynvml's names. Out: their answers, or their error as :class:`N
 State: none of its own; the loaded library is pynvml's.
 On failure: every call raises NvmlError and nothing else. Any call may hang, even for ever. A call that succeeds without
 filling in its answer counts as an error; pynvml would return zeros. So the functions in ``_ANSWER_TYPES`` are called
-here without pynvml's wrappers, with every bit of the answer set before, which is how NVML writes "not available".
+here without pynvml's wrappers, with every bit of the answer set before, which is how NVML writes "not available". Those
+that list something are, too, because pynvml believes any number of items, and allocates so much.
 Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. It returns an empty list
 of processes as ``NVMLError(0)``. A missing symbol is sometimes an error of another class.
 """
@@ -12,7 +13,8 @@ of processes as ``NVMLError(0)``. A missing symbol is sometimes an error of anot
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, NewType
 
 import pynvml
@@ -58,6 +60,7 @@ wraps; 0: it is no integer."""
 _FIELD = struct.Struct("=IIqqII8s")  # nvmlFieldValue_t: field, scope, timestamp, latency, type, return code, value
 _UINT, _ULONG = ctypes.c_uint, ctypes.c_ulonglong
 _UNFILLED: Final = 0xFFFFFFFF
+_NOT_AVAILABLE: Final = 0xFFFFFFFF_FFFFFFFF  # the memory of a process, where the driver does not know it
 
 _ANSWER_TYPES: dict[str, tuple[type[Any], ...]] = {
     "nvmlDeviceGetMinorNumber": (_UINT,),
@@ -85,6 +88,8 @@ _ANSWER_TYPES: dict[str, tuple[type[Any], ...]] = {
     "nvmlDeviceGetSupportedEventTypes": (_ULONG,),
 }
 """The types that these functions fill in, after the handle and the arguments, which are numbers. Source: nvml.h."""
+
+_MAX_ITEMS: Final = 1 << 16  # far above any list of NVML's: a larger number of items is garbage
 
 _HANDLE_TYPES = (pynvml.c_nvmlDevice_t, pynvml.c_nvmlEventSet_t, pynvml.c_nvmlGpmSample_t)
 """Answers that are pointers: one that was not filled in is null, and NVML might follow it."""
@@ -149,6 +154,10 @@ class Nvml:
                 (memory.version,) = arguments
             _fill(f"{function}_v2" if arguments else function, (handle,), (memory,))
             return memory
+        if function == "nvmlDeviceGetPciInfo":  # without the texts in it, which pynvml decodes when they are read
+            pci = _unfilled(pynvml.nvmlPciInfo_t)
+            _fill("nvmlDeviceGetPciInfo_v3", (handle,), (pci,))
+            return pci
         if function == "nvmlDeviceGetTemperatureV":  # signed: all bits set would be -1 degree
             answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, *arguments, -(1 << 31))
             _fill(function, (handle,), (answer,))
@@ -160,6 +169,8 @@ class Nvml:
                 raise NvmlError(NOT_SUPPORTED)
             features = result.gridLicensableFeatures[: result.licensableFeaturesCount]
             return int(any(feature.featureState for feature in features))
+        if function in _LISTS:
+            return _LISTS[function](function, handle, *arguments)
         answer_types = _ANSWER_TYPES.get(function)
         if answer_types is None:
             return self._call(function, handle, *arguments)
@@ -190,15 +201,18 @@ class Nvml:
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
         """The samples of nvmlDeviceGetSamples of that kind, newer than ``since_us``."""
-        answer = self._call("nvmlDeviceGetSamples", handle, kind, since_us)
-        if not answer:
-            return []
-        union_member, _, bits = _VALUE_TYPES.get(answer[0], ("", "", 0))
+        value_type, since = _UINT(), ctypes.c_ulonglong(since_us)
+        samples = _items(
+            "nvmlDeviceGetSamples",
+            pynvml.c_nvmlSample_t,
+            lambda call, count, items: call(
+                handle, _UINT(kind), since, ctypes.byref(value_type), ctypes.byref(count), items
+            ),
+        )
+        union_member, _, bits = _VALUE_TYPES.get(value_type.value, ("", "", 0))
         if not union_member:
             raise NvmlError(NOT_SUPPORTED)
-        return [
-            FieldValue(0, getattr(sample.sampleValue, union_member), bits, sample.timeStamp) for sample in answer[1]
-        ]
+        return [FieldValue(0, getattr(sample.sampleValue, union_member), bits, sample.timeStamp) for sample in samples]
 
     def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
         """The values of these metrics for the time between two samples of one device, in the order of ``metrics``."""
@@ -273,11 +287,77 @@ def _unfilled(kind: type[Any]) -> Any:
 def _fill(symbol: str, inputs: Sequence[Any], answers: Sequence[Any]) -> None:
     """Have NVML's own function fill in the answers. Raises NvmlError, also if it leaves them unchanged."""
     unfilled = [bytes(answer) for answer in answers]
-    try:
-        function = pynvml._nvmlGetFunctionPointer(symbol)  # noqa: SLF001 - its wrappers begin with zeros
-    except pynvml.NVMLError as error:
-        raise NvmlError(error.value) from None
-    if code := function(*inputs, *map(ctypes.byref, answers)):
+    if code := _symbol(symbol)(*inputs, *map(ctypes.byref, answers)):
         raise NvmlError(code)
     if unfilled == [bytes(answer) for answer in answers]:
         raise NvmlError(NOTHING_FILLED_IN)
+
+
+def _symbol(name: str) -> Callable[..., int]:
+    """NVML's own function. Raises NvmlError if the driver lacks it."""
+    try:
+        function: Callable[..., int] = pynvml._nvmlGetFunctionPointer(name)  # noqa: SLF001 - not its wrappers
+    except pynvml.NVMLError as error:
+        raise NvmlError(error.value) from None
+    return function
+
+
+def _items(symbol: str, item_type: type[Any], call: Callable[..., int]) -> list[Any]:
+    """What NVML lists. ``call`` calls its function with the count and the array of items; without an array it gives
+    their number. Raises NvmlError, also if that number can't be true."""
+    function, count = _symbol(symbol), _UINT()
+    code = call(function, count, None)
+    if code not in (0, INSUFFICIENT_SIZE):
+        raise NvmlError(code)
+    if not (code or count.value):
+        return []
+    if count.value > _MAX_ITEMS:
+        raise NvmlError(NOTHING_FILLED_IN)
+    count.value = room = 2 * count.value + 5  # there may be more by now
+    items = (item_type * room)()
+    if code := call(function, count, items):
+        raise NvmlError(code)
+    if count.value > room:
+        raise NvmlError(NOTHING_FILLED_IN)
+    return list(items[: count.value])
+
+
+def _processes(symbol: str, handle: Handle) -> list[Any]:
+    process_type = pynvml.c_nvmlProcessInfo_v3_t  # v2 is the same
+    processes = _items(symbol, process_type, lambda call, count, items: call(handle, ctypes.byref(count), items))
+    return [
+        SimpleNamespace(pid=process.pid, usedGpuMemory=None if memory_bytes == _NOT_AVAILABLE else memory_bytes)
+        for process in processes
+        for memory_bytes in (process.usedGpuMemory,)
+    ]
+
+
+def _process_utilization(symbol: str, handle: Handle, since_us: int) -> list[Any]:
+    return _items(
+        symbol,
+        pynvml.c_nvmlProcessUtilizationSample_t,
+        lambda call, count, items: call(handle, items, ctypes.byref(count), ctypes.c_ulonglong(since_us)),
+    )
+
+
+def _processes_utilization(symbol: str, handle: Handle, since_us: int) -> list[Any]:
+    def ask(call: Callable[..., int], count: Any, items: Any) -> int:
+        version = pynvml.ProcessesUtilizationInfo_v1
+        answer = pynvml.c_nvmlProcessesUtilizationInfo_v1_t(version, count.value, since_us, items)
+        code = call(handle, ctypes.byref(answer))
+        count.value = answer.processSamplesCount
+        return code
+
+    return _items(symbol, pynvml.c_nvmlProcessUtilizationInfo_v1_t, ask)
+
+
+_LISTS: dict[str, Callable[..., list[Any]]] = {
+    **{
+        f"nvmlDeviceGet{kind}RunningProcesses_{version}": _processes
+        for kind in ("Compute", "Graphics", "MPSCompute")
+        for version in ("v3", "v2")
+    },
+    "nvmlDeviceGetProcessUtilization": _process_utilization,
+    "nvmlDeviceGetProcessesUtilizationInfo": _processes_utilization,
+}
+"""The functions that list processes."""

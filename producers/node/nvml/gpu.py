@@ -325,10 +325,8 @@ class PhysicalGpu:
         driver = optional("nvmlSystemGetDriverVersion", None, "info.driver_version")
         cuda = optional("nvmlSystemGetCudaDriverVersion_v2", None, "info.cuda_version")
         vbios = optional("nvmlDeviceGetVbiosVersion", handle, "info.vbios_version")
-        # The domain has 8 digits, and the function is included, as NVML and dcgm-exporter write it. NVML's own text is
-        # empty if nothing was filled in.
-        filled_in = pci is not None and getattr(pci, "busId", True)
-        bus = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0" if filled_in else None
+        # The domain has 8 digits, and the function is included, as NVML and dcgm-exporter write it.
+        bus = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0" if pci is not None else None
         version = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None  # 13000 is 13.0
         info = {"serial": serial, "driver_version": driver, "cuda_version": version, "vbios_version": vbios}
         new_identity = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pynvml
 import pytest
 
 from delivery.instruments import Instruments
@@ -585,3 +586,24 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
         if (last := await node.read())[0]["xids"]["79"] > 1:
             break
     assert last[0]["xids"]["79"] > 1
+
+
+async def test_a_gpu_is_read_though_the_text_of_its_pci_address_is_garbage(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function_of = pynvml._nvmlGetFunctionPointer
+
+    def answer(handle: Any, pci: Any) -> int:
+        code: int = function_of("nvmlDeviceGetPciInfo_v3")(handle, pci)
+        pci._obj.busId = b"\xff"
+        return code
+
+    monkeypatch.setattr(
+        pynvml,
+        "_nvmlGetFunctionPointer",
+        lambda symbol: answer if symbol == "nvmlDeviceGetPciInfo_v3" else function_of(symbol),
+    )
+    await node.open()
+    devices = await node.read()
+    assert [device["state"] for device in devices] == ["ok"] * 8
+    assert [device["pci_bus_id"] for device in devices][:2] == ["00000000:0A:00.0", "00000000:0B:00.0"]

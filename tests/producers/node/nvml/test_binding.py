@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from producers.node.nvml import binding
+from producers.node.nvml import binding, processes
 from producers.node.nvml.binding import FieldValue, Nvml, NvmlError
 from tests.nvml.scripted import Process, ScriptedNvml
 
@@ -74,6 +74,34 @@ def test_a_successful_empty_list_of_processes_is_empty(nvml: ScriptedNvml, real:
     nvml.processes(0, [Process(7, None)])
     (process,) = real.ask("nvmlDeviceGetComputeRunningProcesses_v3", real.handle(0))
     assert (process.pid, process.usedGpuMemory) == (7, None)
+
+
+@pytest.mark.parametrize("number_at", [0, 1], ids=["of the items to make room for", "of the items filled in"])
+@pytest.mark.parametrize(
+    "function", [*processes.UTILIZATION, *(name for names in processes.LISTS for name in names), "nvmlDeviceGetSamples"]
+)
+def test_a_list_of_an_impossible_length_is_an_error_and_no_memory_is_taken_for_it(
+    real: Nvml, monkeypatch: pytest.MonkeyPatch, function: str, number_at: int
+) -> None:
+    codes = iter([binding.INSUFFICIENT_SIZE, 0])
+
+    def answer(*arguments: Any) -> int:
+        code = next(codes)
+        number = 0xFFFFFFFF if (code == 0) is (number_at == 1) else 1
+        (*_, counted) = (argument._obj for argument in arguments if hasattr(argument, "_obj"))
+        if hasattr(counted, "processSamplesCount"):
+            counted.processSamplesCount = number
+        else:
+            counted.value = number
+        return code
+
+    gpu = real.handle(0)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda symbol: answer)
+    if function == "nvmlDeviceGetSamples":
+        assert error(lambda: real.samples(gpu, 0, 0)) == (-1, "NO_VALUE")
+    else:
+        since_us = [0] if function in processes.UTILIZATION else []
+        assert error(lambda: real.ask(function, gpu, *since_us)) == (-1, "NO_VALUE")
 
 
 def test_a_function_that_pynvml_lacks_is_missing_like_one_that_the_driver_lacks(real: Nvml) -> None:
