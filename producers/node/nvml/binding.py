@@ -89,6 +89,7 @@ _ANSWER_TYPES: dict[str, tuple[type[Any], ...]] = {
 }
 """The types that these functions fill in, after the handle and the arguments, which are numbers. Source: nvml.h."""
 
+_MAX_GPUS: Final = 256  # far above any machine's; each gets a thread
 _MAX_ITEMS: Final = 1 << 16  # far above any list of NVML's: a larger number of items is garbage
 
 _HANDLE_TYPES = (pynvml.c_nvmlDevice_t, pynvml.c_nvmlEventSet_t, pynvml.c_nvmlGpmSample_t)
@@ -137,9 +138,11 @@ class Nvml:
         return self._call(function, *arguments)
 
     def count(self) -> int:
-        """How many GPUs there are, including those that can't be opened."""
+        """How many GPUs there are, including those that can't be opened. A number that can't be true is an error."""
         count = _unfilled(_UINT)
         _fill("nvmlDeviceGetCount_v2", (), (count,))
+        if count.value > _MAX_GPUS:
+            raise NvmlError(NOTHING_FILLED_IN)
         return int(count.value)
 
     def handle(self, index: int) -> Handle:

@@ -76,6 +76,15 @@ def test_a_successful_empty_list_of_processes_is_empty(nvml: ScriptedNvml, real:
     assert (process.pid, process.usedGpuMemory) == (7, None)
 
 
+def test_an_impossible_number_of_gpus_is_an_error(real: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(count: Any) -> int:
+        count._obj.value = 0x7FFFFFFF
+        return 0
+
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda symbol: answer)
+    assert error(real.count) == (-1, "NO_VALUE")
+
+
 @pytest.mark.parametrize("number_at", [0, 1], ids=["of the items to make room for", "of the items filled in"])
 @pytest.mark.parametrize(
     "function", [*processes.UTILIZATION, *(name for names in processes.LISTS for name in names), "nvmlDeviceGetSamples"]
