@@ -18,7 +18,7 @@ from delivery import replays
 from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice, TickHolder
 from topics.attributed import Parts, by_pod
-from topics.idleness import IDLE_BELOW, Activity, activity_of, is_idle, rest_of, work_by_pod, work_of
+from topics.idleness import IDLE_BELOW, Activity, activity_of, beside_parts, is_idle, work_of
 from topics.samples import Process, silent_after_ms, silent_after_s
 
 SILENT_S = 15.0
@@ -375,17 +375,13 @@ def _pod(holders: Sequence[TickHolder]) -> Holder:
 
 def _with_idleness(device: TickDevice, holders_and_uids: Sequence[tuple[Holder, str | None]]) -> list[Holder]:
     """The holders of a device, each with whether it is idle. One that was not given the device is not."""
-    work, work_of_pods, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
-    observed = {(holder.namespace, holder.pod) for holder in device.holders if holder.observed}
-    if len(holders_and_uids) > 1:
-        uids = {uid for _, uid in holders_and_uids} - {None}
-        strangers = bool(device.holders) and not work_of_pods.keys() <= uids
-        parts = [holder.used_ratio for holder, _ in holders_and_uids]
-        rest = rest_of(device.unattributed, work, parts, strangers=strangers)
+    work, observed = work_of(device.metrics), {(pod.namespace, pod.pod) for pod in device.holders if pod.observed}
+    uids_and_parts = [(uid, holder.used_ratio) for holder, uid in holders_and_uids]
+    processes = device.processes if device.holders else ()  # else each holder is a process, and its part is its work
+    work_of_processes, rest = beside_parts(work, device.unattributed, processes, uids_and_parts)
     holders = []
-    for holder, uid in holders_and_uids:
-        processes = work_of_pods.get(uid, 0.0) if uid is not None else 0.0
-        is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, processes, rest) is True
+    for (holder, _), process_work in zip(holders_and_uids, work_of_processes, strict=True):
+        is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, process_work, rest) is True
         holders.append(holder._replace(idle=is_known_idle and (holder.namespace, holder.pod) not in observed))
     return holders
 

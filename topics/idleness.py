@@ -65,25 +65,31 @@ class ProcessWork(Protocol):
     def sm_utilization_ratio(self) -> float | None: ...
 
 
-def work_by_pod(processes: Iterable[ProcessWork]) -> dict[str | None, float]:
-    """The sum of the SM utilization of each pod's processes, by pod UID; None: processes of no pod."""
-    work: dict[str | None, float] = {}
-    for process in processes:
-        work[process.pod_uid] = work.get(process.pod_uid, 0.0) + (process.sm_utilization_ratio or 0.0)
-    return work
+def beside_parts(
+    work: Work,
+    unattributed: Parts | None,
+    processes: Iterable[ProcessWork] | None,
+    pods: Sequence[tuple[str | None, float | None]],
+) -> tuple[list[float], float | None]:
+    """What the pods of a device may have done beside their parts: the work of each one's processes; and the rest, which
+    any of them may have done. ``pods``: the UID of each, and its part.
 
-
-def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None], *, strangers: bool) -> float:
-    """The part of a device's work that is in no pod's part, and that any pod may have done.
-
-    ``strangers``: a process on the device belongs to none of its pods. The measures of a device and of its processes
-    differ. So a rest below half of the pods' parts counts as zero, unless a stranger may have done it.
+    The rest is the part of the device's work that is in no pod's part; None if one pod holds it alone. The measures of
+    a device and of its processes differ. So a rest below half of the pods' parts counts as zero, unless a stranger may
+    have done it: a process that belongs to none of the pods.
     """
-    parts_sum = sum([part or 0.0 for part in parts])
+    work_of_pods: dict[str | None, float] = {}
+    for process in processes or ():
+        work_of_pods[process.pod_uid] = work_of_pods.get(process.pod_uid, 0.0) + (process.sm_utilization_ratio or 0.0)
+    work_of_processes = [work_of_pods.get(uid, 0.0) if uid is not None else 0.0 for uid, _ in pods]
+    if len(pods) < 2:
+        return work_of_processes, None
+    parts_sum = sum([part or 0.0 for _, part in pods])
     rest = max(0.0, work.most - parts_sum)
     if unattributed is not None and unattributed.utilization_ratio is not None:
         rest = unattributed.utilization_ratio
-    return 0.0 if rest < parts_sum / 2 and not strangers else rest
+    strangers = not work_of_pods.keys() <= {uid for uid, _ in pods} - {None}
+    return work_of_processes, 0.0 if rest < parts_sum / 2 and not strangers else rest
 
 
 def is_idle(below: float, work: Work, part: float | None, processes: float, rest: float | None) -> bool | None:

@@ -20,7 +20,7 @@ import msgspec
 
 from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import Parts, by_pod
-from topics.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_by_pod, work_of
+from topics.idleness import IDLE_BELOW, beside_parts, is_idle, part_of, work_of
 from topics.mig import model_slices, profile_slices
 
 Split = Literal["used", "equal"]
@@ -210,14 +210,10 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool
     parts = [part_of([holders[index].parts for index in pod]) for pod in pods]
     if min([part or 0.0 for part in parts]) >= IDLE_BELOW:
         return (False,) * len(holders)
-    work, work_of_pods, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
-    idle = [False] * len(holders)
-    if len(pods) > 1:
-        strangers = not work_of_pods.keys() <= {holder.pod_uid for holder in holders} - {None}
-        rest = rest_of(device.unattributed, work, parts, strangers=strangers)
-    for pod, part in zip(pods, parts, strict=True):
-        uid = holders[pod[0]].pod_uid
-        process_work = work_of_pods.get(uid, 0.0) if uid is not None else 0.0
+    work, idle = work_of(device.metrics), [False] * len(holders)
+    uids_and_parts = [(holders[pod[0]].pod_uid, part) for pod, part in zip(pods, parts, strict=True)]
+    work_of_processes, rest = beside_parts(work, device.unattributed, device.processes, uids_and_parts)
+    for pod, part, process_work in zip(pods, parts, work_of_processes, strict=True):
         pod_is_idle = is_idle(IDLE_BELOW, work, part, process_work, rest) is True
         for index in pod:
             idle[index] = pod_is_idle and not holders[index].observed

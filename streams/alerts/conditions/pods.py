@@ -20,7 +20,7 @@ from streams.alerts.rules.rule import Rule
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS, Use, mean_of, pod_name
 from topics.attributed import CRASH_LOOP
-from topics.idleness import is_idle, part_of, rest_of, work_by_pod
+from topics.idleness import beside_parts, is_idle, part_of
 
 IDLE_MS = 900_000  # a device that did no work for so long is idle, and not only underused
 
@@ -39,18 +39,18 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
     parts = [part_of([holder.parts for holder in pod.holders]) for pod in view.pods]
     if min([part or 0.0 for part in parts]) >= rule.most_work:
         return
-    work_of_pods, rest = work_by_pod(view.device.processes or ()), None
-    if len(parts) > 1:
-        strangers = not work_of_pods.keys() <= {pod.holders[0].pod_uid for pod in view.pods} - {None}
-        rest = rest_of(view.device.unattributed, view.work, parts, strangers=strangers)
-    for pod, part in zip(view.pods, parts, strict=True):
+    device, uids_and_parts = (
+        view.device,
+        [(p.holders[0].pod_uid, part) for p, part in zip(view.pods, parts, strict=True)],
+    )
+    work_of_processes, rest = beside_parts(view.work, device.unattributed, device.processes, uids_and_parts)
+    for pod, part, process_work in zip(view.pods, parts, work_of_processes, strict=True):
         holder = pod.holders[0]
         if holder.observed or (part is not None and part >= rule.most_work):
             continue
         if pod.policy.off and is_silenced(view.rules, holder, view.remembered, view.tick):
             continue
         effective_rule = view.rules.in_force(rule, holder, policy=pod.policy)
-        process_work = work_of_pods.get(holder.pod_uid, 0.0) if holder.pod_uid is not None else 0.0
         idle = effective_rule is not None and is_idle(effective_rule.idle_below, view.work, part, process_work, rest)
         if effective_rule is None or idle is False:
             continue
@@ -59,8 +59,8 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
         since_ms = (held_since_ms[0] if held_since_ms else 0) + effective_rule.grace_ms
         holds = idle if view.tick.ts_ms >= since_ms else None
         uid, key = uid_and_key(holder)
-        facts = Facts(view.device, None, pod.holders, len(view.pods))
-        findings.append(Finding(effective_rule, view.device.uuid, uid, key, holds, since_ms, facts=facts))
+        facts = Facts(device, None, pod.holders, len(view.pods))
+        findings.append(Finding(effective_rule, device.uuid, uid, key, holds, since_ms, facts=facts))
 
 
 def stalled(rule: Rule, view: View, findings: list[Finding]) -> None:
