@@ -99,7 +99,7 @@ def markdown() -> str:
         "`--names dcgm` has the names up to 4.8, `--names dcgm-4.9` those from 4.9 on; in bold what has another unit "
         "there.",
         _names(("dcgm", "dcgm-4.9")),
-        _labels("dcgm"),
+        _labels("dcgm", "dcgm-4.9"),
         "## pod-devices-exporter",
         "And dcgm-exporter 1.x, and later ones with its names: `--names dcgm-legacy`.",
         _names(("dcgm-legacy",)),
@@ -152,11 +152,16 @@ def _unit(unit: str, strong: str = "") -> str:
     return f", {strong}{unit.replace('_', ' ')}{strong}" if unit else ""
 
 
-def _labels(name: str) -> str:
-    """The labels of a profile, and what each says."""
-    names = next(labels for key, labels in LABELS.items() if key == name)
-    rows = [(f"`{label}`", says.replace("_", " "), "always") for label, says in names.device]
-    rows += [(f"`{label}`", says.replace("_", " "), "if one pod holds the device") for label, says in names.holder]
+def _labels(*names: str) -> str:
+    """The labels of these profiles, and what each says. All of them have the same labels of a holder."""
+    sets = {name: labels for name, labels in LABELS.items() if name in names}
+    rows = []
+    for label, says in dict.fromkeys(pair for labels in sets.values() for pair in labels.device):
+        with_it = [f"`{name}`" for name, labels in sets.items() if (label, says) in labels.device]
+        when = "always" if len(with_it) == len(sets) else f"with {', '.join(with_it)}"
+        rows.append((f"`{label}`", says.replace("_", " "), when))
+    holder = next(iter(sets.values())).holder
+    rows += [(f"`{label}`", says.replace("_", " "), "if one pod holds the device") for label, says in holder]
     return table(("label", "says", "when"), rows)
 
 

@@ -61,3 +61,11 @@ def test_every_value_of_the_chart_that_a_page_names_is_there(page: str) -> None:
         root, *rest = name.split(".")
         options = {**chart["defaults"], **chart[root]} if "options" in chart[root] else chart[root]
         assert rest[0] in options, name
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_label_of_a_profile_is_on_the_page_of_names(profile: str) -> None:
+    text = (ROOT / "docs" / "how-to" / "migrate" / "names.md").read_text()
+    labels = PROFILES[profile].labels
+
+    assert [label for label, _ in (*labels.device, *labels.holder) if f"| `{label}` |" not in text] == []
