@@ -38,6 +38,7 @@ OF_OTHERS = {
     "--event-ttl",  # the API server's
     "--gpu-memory-utilization",  # vLLM's
     "--kubernetes-virtual-gpus",  # dcgm-exporter's
+    "--metric-labels-allowlist",  # kube-state-metrics's
     "--tsdb",  # Prometheus's
     "--web",
     "--help",
