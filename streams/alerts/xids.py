@@ -84,7 +84,7 @@ _ROWS: dict[int, Xid] = {
     141: Xid("driver", "an error in CUDA's fast path to the GPU", _UPDATE),
     143: Xid("hardware", "the GPU could not be started", _RESET),
     151: Xid("driver", "keys of confidential computing could not be changed", "restart the virtual machine"),
-    154: Xid("recovered", "what the GPU needs has changed, as the driver says (nvidia-smi -q: GPU Recovery Action)", _OTHERS),
+    154: Xid("recovered", "what the GPU needs has changed (nvidia-smi -q: GPU Recovery Action)", _OTHERS),
     155: Xid("hardware", "an NVLink was found to be wrong by the driver", _LINK),
     156: Xid("recovered", "a part of the GPU that is bad is taken out of use", _LATER),
     157: Xid("hardware", "a part of the GPU that is bad could not be taken out of use", _RESET),
