@@ -85,12 +85,21 @@ class DeviceMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The memory of a node, by the devices' UUIDs. ``run_id`` is 0 before the first tick."""
+    """The memory of a node, by the devices' UUIDs. ``run_id`` is 0 before the first tick. ``removed_counts`` are those
+    of the devices that were removed in this run: one that is made again has its UUID, and its producer counts on."""
 
     run_id: int = 0
     devices: dict[str, DeviceMemory] = {}
     windows: dict[str, ErrorWindows] = {}
     uses: dict[str, Uses] = {}
+    removed_counts: dict[str, dict[str, Count]] = {}
+
+    def xid_counts(self, uuid: str, run_id: int) -> dict[str, Count]:
+        """How many XID errors a device had in a run of the producer, by code, until the last tick that has it."""
+        if self.run_id != run_id:
+            return {}
+        device = self.devices.get(uuid)
+        return device.counts if device is not None else self.removed_counts.get(uuid, {})
 
 
 def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | None = None) -> Memory:
@@ -104,7 +113,7 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | N
     uses: dict[str, Uses] = {}
     for device in tick.devices:
         remembered, windows_before = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
-        updated = _update_device(remembered, device, tick, memory.run_id)
+        updated = _update_device(remembered, device, tick, memory.xid_counts(device.uuid, tick.run_id))
         windows_now = update_windows(device, windows_before, tick.ts_ms)
         if updated is not remembered:
             changed[device.uuid] = updated
@@ -123,7 +132,8 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | N
     if devices is not memory.devices and any(uuid not in devices for uuid in windows):
         windows = {uuid: of_device for uuid, of_device in windows.items() if uuid in devices}
     uses |= {uuid: memory.uses[uuid] for uuid in missing if uuid in devices and uuid in memory.uses}
-    after = Memory(tick.run_id, devices, windows, memory.uses if uses == memory.uses else uses)
+    uses, removed_counts = memory.uses if uses == memory.uses else uses, _removed_counts(memory, devices, tick.run_id)
+    after = Memory(tick.run_id, devices, windows, uses, removed_counts)
     unchanged = after.run_id == memory.run_id and devices is memory.devices and windows is memory.windows
     return memory if unchanged and after.uses is memory.uses else after
 
@@ -146,11 +156,22 @@ def _update_devices(
     return memory.devices if devices == memory.devices else devices
 
 
-def _update_device(remembered: DeviceMemory | None, device: Device, tick: Tick, run_id: int) -> DeviceMemory:
-    """The memory of a device after a tick; the same object if nothing changed. Counts of XID errors are kept within a
-    run of the producer, which counts them from its start."""
+def _removed_counts(memory: Memory, devices: dict[str, DeviceMemory], run_id: int) -> dict[str, dict[str, Count]]:
+    """The counts of XID errors of the devices that were removed within a run, after a tick with these devices."""
+    if memory.run_id != run_id:
+        return {}
+    if devices is memory.devices:
+        return memory.removed_counts
+    counts = {uuid: device.counts for uuid, device in memory.devices.items() if device.counts}
+    return {uuid: count for uuid, count in (memory.removed_counts | counts).items() if uuid not in devices}
+
+
+def _update_device(
+    remembered: DeviceMemory | None, device: Device, tick: Tick, counts: dict[str, Count]
+) -> DeviceMemory:
+    """The memory of a device after a tick; the same object if nothing changed. ``counts`` are those of its XID errors
+    before, within the run of the producer, which counts them from its start."""
     pods = _update_pods(remembered.pods if remembered is not None else (), device, tick)
-    counts = remembered.counts if remembered is not None and run_id in (tick.run_id, 0) else {}
     if device.xids:
         changed_counts = {
             XID + code: Count(total)
@@ -161,7 +182,7 @@ def _update_device(remembered: DeviceMemory | None, device: Device, tick: Tick, 
     if (
         remembered is not None
         and pods is remembered.pods
-        and counts is remembered.counts
+        and counts == remembered.counts
         and not remembered.missing_ms
         and remembered.index == device.index
         and remembered.model == device.model

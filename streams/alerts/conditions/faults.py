@@ -30,10 +30,10 @@ def xid(rule: Rule, view: View, findings: list[Finding]) -> None:
     if not device.xids and not device.events:
         return
     events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
-    remembered = memory.devices.get(device.uuid) if memory.run_id == view.tick.run_id else None
+    last_counts = memory.xid_counts(device.uuid, view.tick.run_id)
     counts: dict[str, float] = {}
     for code, total in device.xids.items():
-        count = remembered.counts.get(XID + code) if remembered is not None else None
+        count = last_counts.get(XID + code)
         last_total = count.value if count is not None else 0.0 if memory.run_id else total - events.count(code)
         counts[code] = total - last_total if total >= last_total else total
     for code in events:

@@ -370,7 +370,7 @@ class History:
         before: int | None = None
         for j in range(i):
             earlier = self._present(device.uuid, j)
-            if self.ticks[j].run_id != self.ticks[i].run_id or not self._was_there(device.uuid, j):
+            if self.ticks[j].run_id != self.ticks[i].run_id:
                 before = None
             elif earlier is not None and code in earlier.xids:
                 before = earlier.xids[code]

@@ -249,6 +249,15 @@ def test_a_device_that_comes_later_had_its_errors_since() -> None:
     assert codes(tick(0, device(0)), tick(1, device(0), device(1, xids={"79": 1}))) == {"79": 1}
 
 
+def test_a_mig_device_that_is_made_again_has_no_error_again() -> None:
+    """It has the same UUID, and the producer goes on counting its errors."""
+    before, gone = (tick(0, device(0)), tick(1, device(0), mig(1, xids={"13": 1}))), tick(2, device(0))
+    assert codes(*before) == {"13": 1}
+    assert codes(*before, gone, tick(3, device(0), mig(1, xids={"13": 1}))) == {}
+    assert codes(*before, gone, tick(3, device(0), mig(1, xids={"13": 2}))) == {"13": 1}
+    assert codes(*before, gone, tick(3, device(0), mig(1, xids={"13": 1}), run_id=2)) == {"13": 1}, "of its new run"
+
+
 @pytest.mark.parametrize(
     ("code", "severity", "pod_uid"),
     [
