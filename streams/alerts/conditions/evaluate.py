@@ -99,10 +99,11 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
 
     There is no evidence if the condition is about a pod and the tick has no holders, if the tick has none of the
     metrics that the condition needs, or if a window is incomplete because a clock was set back. A pod that has ended or
-    is silenced needs no evidence. An XID error is an event, so a tick without it is evidence, with holders or without.
+    is silenced, and a device that is gone, need no evidence. An XID error is an event, so a tick without it is
+    evidence, with holders or without.
     """
     rule = rules.by_name.get(condition.name)
-    if rule is None:
+    if rule is None or _is_device_gone(tick, condition.device, memory):
         return True
     about_pod = condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")
     if about_pod and rule.kind != "xid" and not tick.knows_holders(condition.device):
@@ -127,6 +128,13 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
                 return False
     metrics = _JUDGED_METRICS.get(rule.kind, ())
     return not metrics or device is None or any(getattr(device.metrics, metric) is not None for metric in metrics)
+
+
+def _is_device_gone(tick: Tick, uuid: str, memory: Memory) -> bool:
+    """Whether a device was removed, or has been missing for so long that no condition of it holds any more."""
+    if not uuid or any(device.uuid == uuid for device in tick.devices):
+        return False
+    return uuid not in memory.devices or is_gone(memory.devices[uuid], tick.ts_ms)
 
 
 # -- the checks of a device, by its state

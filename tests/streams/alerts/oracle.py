@@ -215,7 +215,7 @@ class History:
             if self.ticks[i].ts_ms - first_ms <= MISSING_SAYS_NOTHING_MS:
                 is_held = self._rule[subject.name].kind not in OF_PODS or self._since(subject, i) is not None
                 return UNKNOWN if is_held else self._of_no_snapshot(i)
-        return self._of_no_snapshot(i) if self._rule[subject.name].kind in OF_PODS else NO
+        return NO
 
     def _of_no_snapshot(self, i: int) -> Verdict:
         return UNKNOWN if self.ticks[i].attribution == "none" else NO

@@ -14,7 +14,7 @@ from streams.alerts.reports import DELETE_MS, Step, finish_step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import SHORT_RULES, lives
-from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, mig, overlay, tick
 from topics.alerts import Alert, transition_id
 from topics.attributed import AttributedEvent
 from topics.times import epoch_ms, time_of
@@ -235,6 +235,23 @@ def test_an_xid_error_of_a_pod_resolves_whether_or_not_it_is_known_who_holds_wha
     for s in range(2, 300):
         life.step(tick(s, device(0, *holders, xids={"13": 1}), attribution=attribution))
     assert [(alert.state, alert.resolved_because) for alert in life.written[1:]] == [("resolved", "condition")]
+
+
+def test_the_alert_of_a_pod_ends_with_its_device_whether_or_not_it_is_known_who_holds_what() -> None:
+    idle_mig = mig(1, holder(), graphics_engine_active_ratio=0.0)
+    for before, after, resolved_s in (
+        ((device(0), idle_mig), (device(0),), 65),  # removed, and 5 s of keep_firing_for
+        ((IDLE, device(1)), (device(1),), 60 + 601 + 5),  # missing for more than ten minutes
+    ):
+        life = Life()
+        life.go(range(60), *before)
+        resolved = [
+            (at_s, alert.resolved_because)
+            for at_s in range(60, 700)
+            for alert in life.step(tick(at_s, *after, attribution="none"))
+            if alert.name == "GPUHeldIdle"
+        ]
+        assert resolved == [(resolved_s, "device_removed")]
 
 
 def test_a_pods_own_policy_resolves_its_alert_at_once() -> None:
