@@ -54,8 +54,6 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
         for check, kind_rules in checks:
             for rule in kind_rules:
                 check(rule, view, findings)
-    if len(memory_now.devices) == len(tick.devices):
-        return findings, memory_now
     present = {device.uuid for device in tick.devices}
     for uuid, remembered in memory_now.devices.items():
         if uuid in present:

@@ -346,6 +346,11 @@ def test_a_gpu_of_the_inventory_that_is_not_in_the_tick_is_missing() -> None:
     assert not findings_in(*ticks, tick(1, device(0)), tick(2, device(0), device(1)), rule_name="GPUMissing")
 
 
+def test_a_gpu_is_missing_also_from_a_tick_that_has_another_one_twice() -> None:
+    findings = findings_in(tick(0, device(0), device(1)), tick(1, device(0), device(0)), rule_name="GPUMissing")
+    assert verdict(findings, gpu(1)) is True
+
+
 def test_every_gpu_of_a_node_that_reports_none_is_missing() -> None:
     assert {f.device for f in findings_in(tick(0, device(0), device(1)), tick(1), rule_name="GPUMissing")} == {
         gpu(0),
