@@ -314,6 +314,7 @@ class Fleet:
             device.update(tick, tick_device, self._holders(tick.node, tick_device))
             device.zone, device.unwell, device.silent, device.parts = node.zone, tick_device.uuid in unwell, False, []
             node.devices[tick_device.uuid] = device
+        for device in node.devices.values():
             if device.mig and (parent := node.devices.get(device.gpu)) is not None:
                 parent.parts.append(device)
         self.now_ms = min(max(self.now_ms, tick.ts_ms), wall_ms)  # a node's clock may be ahead

@@ -109,10 +109,11 @@ def test_a_device_that_the_api_server_calls_unwell_fails() -> None:
     assert (failing.status, failing.trouble) == ("failing", "unwell")
 
 
-def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once(in_order: bool) -> None:
     mig = {"uuid": "m", "parent_uuid": "a", "profile": "1g.10gb"}
-    part = gpu("m", None, "ml/bert", mig=mig)
-    fleet = fleet_of(tick(gpu("a", None), part))
+    devices = [gpu("a", None), gpu("m", None, "ml/bert", mig=mig)]
+    fleet = fleet_of(tick(*(devices if in_order else reversed(devices))))
 
     assert [view.status for view in fleet.devices()] == ["held", "held"]
     assert [gpu_device.uuid for gpu_device in fleet.gpus()] == ["a"]
