@@ -246,6 +246,21 @@ async def test_the_keyboard_goes_on_from_its_tile_when_the_whole_fleet_comes_aga
         assert "n1 GPU 2" in await page.text("#said")
 
 
+async def test_a_gpu_that_moved_to_another_node_stays_when_its_old_node_ticks_without_it(page: Page) -> None:
+    bench, moved = Bench(), device("GPU-a", holder("p-0"), used=0.5)
+    bench.fleet.add_tick(tick(1, moved), 1.0)
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#total", "1 node, 1 GPU")
+        bench.fleet.add_tick(tick(1, moved, node="n2"), 2.0)
+        bench.pages.make_frames(START_MS + 2000)
+        await page.shows("#total", "2 nodes, 1 GPU")
+        bench.fleet.add_tick(tick(3, device("GPU-b")), 3.0)
+        bench.pages.make_frames(START_MS + 3000)
+        await page.shows("#total", "2 nodes, 2 GPUs")
+        assert "1 device" in await page.text("#who")
+
+
 async def test_a_page_too_many_says_that_it_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_PAGES", 0)
     bench = Bench()

@@ -73,7 +73,9 @@ function reshape(slot, cluster, name, zone, rows) {
     node.devices.push(device);
     fleet.devices.set(uuid, device);
   }
-  for (const uuid of known.keys()) fleet.devices.delete(uuid);
+  for (const [uuid, device] of known) {
+    if (fleet.devices.get(uuid) === device) fleet.devices.delete(uuid); // else it has moved to another node
+  }
   fleet.nodes.set(slot, node);
 }
 
