@@ -2,9 +2,9 @@
 
 In:       ticks, alerts and hours of usage; times of arrival in seconds on a clock that never steps back.
 Out:      what :mod:`sinks.page.frames` writes for browsers.
-State:    each node's last tick; for an hour, each device's holders, and a reading every 15 s; the open alerts; the
-          usage of the last day by team. A node without a tick for 30 s and for three of its intervals is silent, and is
-          forgotten after an hour.
+State:    each node's last tick; for an hour, each device's holders, and a reading every 15 s, also of one that is
+          missing from the last tick; the open alerts; the usage of the last day by team. A node without a tick for 30 s
+          and for three of its intervals is silent, and is forgotten after an hour.
 """
 
 import math
@@ -39,6 +39,9 @@ WAITED_MS = 5 * 60_000
 
 MAX_SPANS = 120
 """The most changes of holders that are kept of a device."""
+
+MAX_MISSING = 64
+"""The most devices of a node that are kept though they are missing from its last tick."""
 
 HISTORY_METRICS = ("gpu_utilization_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
 """The metrics whose readings are kept."""
@@ -159,7 +162,7 @@ class ShownNode:
     """A node as of its last tick, which was read at ``read_s``.
 
     ``version``: the fleet's version when anything of the node changed. ``shaped``: the same for its devices and their
-    holders.
+    holders. ``missing``: the devices of its ticks of the last hour that the last one lacks.
     """
 
     slot: int
@@ -169,6 +172,7 @@ class ShownNode:
     devices: dict[str, ShownDevice]
     version: int
     shaped: int
+    missing: dict[str, ShownDevice]
     silent: bool = False
 
     @property
@@ -230,9 +234,9 @@ class Fleet:
         last, read_s = replays.after(node.last if node else None, tick), now_s - max(0.0, age_s)
         before = node.devices if node else {}
         reshaped = node is None or node.tick.node_labels != tick.node_labels
-        devices: dict[str, ShownDevice] = {}
+        known, devices = (node.missing | before if node else {}), dict[str, ShownDevice]()
         for device in tick.devices:
-            shown, holders = before.get(device.uuid), self._holders(device)
+            shown, holders = known.get(device.uuid), self._holders(device)
             if shown is None:
                 shown, reshaped = ShownDevice(device, holders, tick.ts_ms), True
             elif shown.holders != holders or shown.described != (device.index, device.model, device.mig):
@@ -245,7 +249,10 @@ class Fleet:
         slot = self._slots if node is None else node.slot
         self._slots += node is None
         bare = msgspec.structs.replace(tick, devices=())
-        self.nodes[key] = ShownNode(slot, last, bare, read_s, devices, self.version, shaped)
+        gone = [(uuid, shown) for uuid, shown in known.items() if uuid not in devices]
+        recent = [(uuid, shown) for uuid, shown in gone if abs(tick.ts_ms - shown.step * STEP_MS) < HOUR_MS]
+        missing = dict(recent[-MAX_MISSING:])
+        self.nodes[key] = ShownNode(slot, last, bare, read_s, devices, self.version, shaped, missing)
         return verdict
 
     def _holders(self, device: AttributedDevice) -> tuple[ShownHolder, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sinks.page import frames
-from sinks.page.fleet import FORGET_S, HISTORY_METRICS, MAX_SPANS, SILENT_S, STEP_MS, STEPS, Fleet
+from sinks.page.fleet import FORGET_S, HISTORY_METRICS, MAX_MISSING, MAX_SPANS, SILENT_S, STEP_MS, STEPS, Fleet
 from tests.sinks.page.ticks import START_MS, alert, device, holder, hour, tick
 from topics.usage import HOUR_MS
 
@@ -132,6 +132,25 @@ def test_a_reading_of_a_node_that_is_seldom_read_stands_for_the_time_since_the_l
     assert shown.sign_history()[-13:] == "bbb       bii"
 
 
+def test_a_device_that_ticks_lack_for_less_than_an_hour_goes_on_with_its_history() -> None:
+    """As all do if the producer starts before the driver. Meanwhile it is not there."""
+
+    def history(away_until_s: int) -> tuple[int, int]:
+        """Since when it is held, in seconds, and how many readings it has."""
+        held, other = device("GPU-a", holder("p-0"), used=0.5), device("GPU-b")
+        fleet = fleet_of(tick(0, held), tick(600, held), tick(615), tick(630, other))
+        assert (signs(fleet), frames.device(fleet, "GPU-a")) == ("f", None)
+        fleet.add_tick(tick(away_until_s, other), float(away_until_s))
+        fleet.add_tick(tick(away_until_s + 15, other, held), float(away_until_s))
+        content = frames.device(fleet, "GPU-a")
+        assert content is not None
+        ((_, since_ms, _),) = content["holders"]
+        return (since_ms - START_MS) // 1000, content["words"].count("b")
+
+    assert history(645) == (0, 3)
+    assert history(4300) == (4315, 1)
+
+
 def test_after_a_clock_was_set_back_by_far_the_history_begins_again() -> None:
     def history(*seconds: int) -> tuple[list[int], list[int]]:
         """When the device was read, and since when it was held."""
@@ -151,9 +170,10 @@ def test_after_a_clock_was_set_back_by_far_the_history_begins_again() -> None:
 def test_what_is_kept_of_a_device_is_bounded() -> None:
     fleet = Fleet(START_MS)
     for seq in range(3 * MAX_SPANS):
-        fleet.add_tick(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
-    (history,) = fleet.nodes["c1", "n1"].devices.values()
+        fleet.add_tick(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5), device(f"GPU-{seq}")), float(seq))
+    history, _ = fleet.nodes["c1", "n1"].devices.values()
 
+    assert list(fleet.nodes["c1", "n1"].missing) == [f"GPU-{seq}" for seq in range(seq - MAX_MISSING, seq)]
     assert len(history.spans) == MAX_SPANS
     assert len(history.readings) * history.readings.itemsize + len(history.signs) == STEPS * (
         4 * len(HISTORY_METRICS) + 1
