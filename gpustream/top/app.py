@@ -210,7 +210,8 @@ class TopApp(App[None]):
     def _detail(self, now: Now, detail: Any) -> list[Line]:
         size = self.size
         if isinstance(detail, Device):
-            current = next((device for device in now.fleet.devices() if device.uuid == detail.uuid), detail)
+            key = views.GPUS.key(detail)
+            current = next((device for device in now.fleet.devices() if views.GPUS.key(device) == key), detail)
             return views.device_lines(now, current, size.width, size.height)
         fingerprint = detail.alert.fingerprint
         firing = next((firing for firing in now.firing if firing.alert.fingerprint == fingerprint), detail)

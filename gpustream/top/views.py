@@ -183,7 +183,7 @@ NODES = TableView(
 GPUS = TableView(
     "GPUs",
     rows=lambda now: list(now.fleet.devices()),
-    key=lambda gpu: gpu.uuid,
+    key=lambda gpu: (gpu.cluster, gpu.node, gpu.uuid),
     text=lambda gpu: " ".join(
         [gpu.cluster, gpu.where, gpu.uuid, gpu.zone, gpu.model, gpu.status, gpu.trouble]
         + [f"{holder.name} {holder.workload} {holder.team}" for holder in gpu.holders]

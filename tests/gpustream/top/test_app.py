@@ -198,7 +198,7 @@ async def test_a_click_on_a_title_sorts_and_on_a_row_marks_and_opens_it() -> Non
         await screen.pilot.click(Pane, offset=(used, 3))
         marked = screen.app.state.marked
         await screen.pilot.click(Pane, offset=(used, 3))
-        assert screen.app.state.detail.uuid == marked
+        assert views.GPUS.key(screen.app.state.detail) == marked
         await screen.pilot.click("#tabs", offset=(14, 0))
         assert screen.app.state.view == "Nodes"
 
@@ -214,6 +214,21 @@ async def test_two_thousand_gpus_are_walked_through_to_the_last() -> None:
         assert "sim-0002" in await screen.after("pagedown")
 
     await with_screen(now_of(simulated(250, 1)), (80, 24), test)
+
+
+async def test_a_gpu_that_moved_is_walked_past_and_opened_on_both_nodes() -> None:
+    fleet = fleet_of(tick(gpu("a"), gpu("b"), node="old"), tick(gpu("a"), node="new"))
+
+    async def test(screen: Screen) -> None:
+        for keys, opened in (
+            (("3", "enter"), ["new GPU 0", "a"]),
+            (("escape", "down", "enter"), ["old GPU 0", "a"]),
+            (("escape", "down", "enter"), ["old GPU 0", "b"]),
+        ):
+            where, facts, *_ = (await screen.after(*keys)).splitlines()
+            assert [where.split("  ")[0], facts.split(" · ")[0]] == opened
+
+    await with_screen(now_of(fleet), SIZES[0], test)
 
 
 async def test_another_size_is_laid_out_again() -> None:
