@@ -124,7 +124,7 @@ def gpus_of(
     for uuid, devices in devices_by_gpu.items():
         first, mig_devices = devices[0], []
         if len(devices) > 1 or first.mig is not None:
-            mig_devices = [device for device in devices if device.mig is not None]
+            mig_devices = list({device.uuid: device for device in devices if device.mig is not None}.values())
             first = next((device for device in devices if device.mig is None), first)
         if uuid not in slices_by_gpu:
             slices_by_gpu[uuid] = default_slices(first)

@@ -159,6 +159,16 @@ def test_the_time_of_a_device_whose_holders_are_not_known_rests_on_nothing() -> 
     }
 
 
+def test_a_mig_device_that_a_tick_has_twice_counts_once() -> None:
+    twice = [mig("MIG-1", "1g.10gb", A)] * 2
+    window = BookkeeperHarness().play(*seconds(0, 60, gpu(), *twice)).window(0, MINUTE_MS)
+    device_and_slice_ms = {key[:2]: (row.device_ms, row.slice_ms) for key, row in window.items() if row.device_ms}
+    assert device_and_slice_ms == {
+        ("MIG-1", "held"): (MINUTE_MS, MINUTE_MS),
+        ("GPU-a", "free"): (MINUTE_MS, 6 * MINUTE_MS),
+    }
+
+
 def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_sums() -> None:
     cut = [gpu("GPU-a"), mig("MIG-1", "1c.3g.40gb", A), mig("MIG-2", "2g.20gb")]
     harness = BookkeeperHarness().play(*seconds(0, 30, gpu("GPU-a", A)), *seconds(31, 60, *cut))
