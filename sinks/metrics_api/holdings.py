@@ -134,7 +134,7 @@ def combined_value(pods: Mapping[str, Iterable[Holding]], metric: str) -> float 
 def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
     """The holdings of all pods of a tick, by namespace."""
     by_namespace: dict[str, list[Holding]] = {}
-    for device in tick.devices:
+    for device in {device.uuid: device for device in tick.devices}.values():
         device_labels = {
             "k8s_node_name": tick.node,
             "gpu_uuid": device.mig.parent_uuid if device.mig else device.uuid,

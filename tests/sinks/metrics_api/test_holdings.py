@@ -45,6 +45,11 @@ def test_several_devices_of_a_pod_are_one_value() -> None:
     assert pod_value(pod_devices, "power_watts") is None
 
 
+def test_a_device_that_a_tick_has_twice_is_one() -> None:
+    twice = [device("GPU-a", holder("p"), metrics={"memory_used_bytes": 1})] * 2
+    assert pod_value(holdings_of(tick(1, *twice)).pods("ml", 0.0)["p"], "memory_used_bytes") == 1
+
+
 def test_zero_is_a_value() -> None:
     assert pod_value(holdings_of(tick(1, device("GPU-a", holder("p"), used=0.0))).pods("ml", 0.0)["p"], USED) == 0.0
 
