@@ -72,7 +72,8 @@ class Count(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A device as it was in the last tick that has it. ``missing_ms`` is the time of the first tick without it."""
+    """A device as it was in the last tick that has it. ``missing_ms`` is the time of the first tick without it or, if
+    the node's clock was set back to before that, of the first tick after."""
 
     index: int | None = None
     model: str | None = None
@@ -152,7 +153,8 @@ def _update_devices(
         )
         if not replaced and not (remembered.missing_ms and tick.ts_ms - remembered.missing_ms >= forget_ms):
             counts = remembered.counts if memory.run_id == tick.run_id else {}
-            devices[uuid] = _replace(remembered, counts=counts, missing_ms=remembered.missing_ms or tick.ts_ms)
+            missing_ms = min(remembered.missing_ms or tick.ts_ms, tick.ts_ms)
+            devices[uuid] = _replace(remembered, counts=counts, missing_ms=missing_ms)
     return memory.devices if devices == memory.devices else devices
 
 

@@ -211,7 +211,7 @@ class History:
     def _gone_verdict(self, subject: Subject, i: int) -> Verdict:
         """A device that is not in the tick."""
         if self._was_there(subject.device, i):
-            first_ms = self.ticks[self._last(subject.device, i) + 1].ts_ms
+            first_ms = min(tick.ts_ms for tick in self.ticks[self._last(subject.device, i) + 1 : i + 1])
             if self.ticks[i].ts_ms - first_ms <= MISSING_SAYS_NOTHING_MS:
                 is_held = self._rule[subject.name].kind not in OF_PODS or self._since(subject, i) is not None
                 return UNKNOWN if is_held else self._of_no_snapshot(i)
@@ -413,6 +413,7 @@ class History:
         before = self._present(uuid, last)
         assert before is not None
         for tick in self.ticks[last + 1 : i + 1]:
+            first_ms = min(first_ms, tick.ts_ms)
             if before.mig is not None:
                 parent = next((device for device in tick.devices if device.uuid == before.mig.parent_uuid), None)
                 if parent is not None and parent.state == "ok":

@@ -13,7 +13,7 @@ from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.reports import DELETE_MS, Step, finish_step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
-from tests.streams.alerts.stories import SHORT_RULES, lives
+from tests.streams.alerts.stories import SHORT_RULES, later, lives
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, mig, overlay, tick
 from topics.alerts import Alert, transition_id
 from topics.attributed import AttributedEvent
@@ -252,6 +252,13 @@ def test_the_alert_of_a_pod_ends_with_its_device_whether_or_not_it_is_known_who_
             if alert.name == "GPUHeldIdle"
         ]
         assert resolved == [(resolved_s, "device_removed")]
+
+
+def test_the_alert_of_a_pod_ends_with_its_device_also_if_it_went_while_the_clock_was_ahead() -> None:
+    life = Life()
+    life.go(range(60), IDLE, device(1))
+    life.step(later(tick(40 * 86_400, device(1)), seq=61, offset=60))
+    assert (666, "GPUHeldIdle", "resolved") in life.go(range(60, 700), device(1))
 
 
 def test_a_pods_own_policy_resolves_its_alert_at_once() -> None:
