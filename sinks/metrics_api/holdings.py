@@ -55,6 +55,9 @@ _PARTS = {
 }
 """The metrics of a shared device that each pod has a part of, and their names in its parts."""
 
+_MOST = 2.0**63
+"""A larger value counts as this one: sums of values stay finite, and a producer may write any number."""
+
 _COMBINE: dict[Combination, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
@@ -153,7 +156,7 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
             else:
                 parts = next((holder.parts for holder in containers if holder.parts is not None), Parts())
                 metrics = {key: getattr(parts, name) for key, name in _PARTS.items()}
-            values = {key: float(value) for key, value in metrics.items() if value is not None}
+            values = {key: float(max(-_MOST, min(value, _MOST))) for key, value in metrics.items() if value is not None}
             workloads = frozenset(owner for holder in containers for owner in _owners(holder))
             holding = Holding(pod.pod, pod.pod_uid, workloads, labels, values, tick.ts_ms)
             by_namespace.setdefault(pod.namespace, []).append(holding)

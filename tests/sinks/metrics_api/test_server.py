@@ -341,3 +341,19 @@ async def test_a_bearer_token_opens_plain_json_and_not_the_aggregated_api(tmp_pa
     assert [answer.status for answer in answers] == [200, 401, 401, 401, 401, 401, 503]
     assert "secret" not in str(answers[1])
     assert answers[-1].content["error"] == "the file of the bearer token can't be read: No such file or directory"
+
+
+@pytest.mark.parametrize("written", [1e308, -1e308])
+async def test_a_value_as_large_as_a_number_can_be_keeps_no_other_value_back(written: float) -> None:
+    async with bench({}) as server:
+        metrics = {USED: written, "power_watts": written}
+        server.tick(1, device("GPU-a", of_deployment("p"), metrics=metrics))
+        server.tick(2, device("GPU-b", of_deployment("q"), metrics=metrics), node="n2")
+        server.tick(3, device("GPU-c", of_deployment("r"), used=0.25), node="n3")
+        pods = await server.ask(f"{BASE}/namespaces/ml/pods/*/{USED}")
+        namespaces = await server.ask(f"{BASE}/namespaces/*/metrics/power_watts")
+        workload = await server.ask("/v1/workloads/ml/Deployment/infer")
+
+    assert [pods.status, namespaces.status, workload.status] == [200, 200, 200]
+    assert pods.values["r"] == "250m"
+    assert None not in workload.content["sum_over_holders"].values()
