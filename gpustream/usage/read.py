@@ -145,7 +145,7 @@ class LatestRecords:
                     log.warning("%s partition %d offset %d: %s", topic, record.partition, record.offset, error)
                 continue
             if any(
-                time_range.from_ms <= header.start_ms and header.end_ms <= time_range.to_ms
+                time_range.from_ms <= header.start_ms < header.end_ms <= time_range.to_ms
                 for time_range in self._ranges[topic]
             ):
                 key = topic, record.key or b""

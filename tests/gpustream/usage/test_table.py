@@ -156,6 +156,10 @@ def test_what_is_no_record_is_left_out(caplog: pytest.LogCaptureFixture) -> None
     assert "Expected `int` >= 1 - at `$.of`" in caplog.text
 
 
+def test_a_record_that_ends_before_it_begins_is_of_no_time() -> None:
+    assert counted(read(usage("ml", start_ms=2**63 - 1, end_ms=START_MS + HOUR_MS))) == []
+
+
 @pytest.mark.parametrize(
     ("name", "shown"), [("=HYPERLINK(1)", "'=HYPERLINK(1)"), ("@SUM(1)", "'@SUM(1)"), ("ml=1", "ml=1")]
 )
