@@ -103,7 +103,7 @@ class Cluster:
     async def get(self, target: Target, namespace: str) -> Json | None:
         """An object; None if it is deleted, even if another has its name. Raises Denied and Unreachable."""
         obj = await self._get(_path_of(target, namespace))
-        return obj if obj is not None and obj["metadata"]["uid"] == target.uid else None
+        return obj if obj is not None and obj["metadata"].get("uid") == target.uid else None
 
     async def change(self, target: Target, namespace: str, content: Json) -> Json | None:
         """Patch an object; None if it was changed or deleted since it was read. Raises Denied and Unreachable."""
@@ -185,7 +185,14 @@ def _object(answer: Answer) -> Json | None:
     return obj
 
 
+def is_read(target: Target) -> bool:
+    """Whether an object is of a kind that is read. A later version may change others."""
+    return (target.api_version.rpartition("/")[0], target.kind) in PLURALS
+
+
 def _path_of(target: Target, namespace: str) -> str:
+    if not is_read(target):
+        raise Denied("rejected", f"{target.kind} of {target.api_version} is a kind that is not known here")
     group = target.api_version.rpartition("/")[0]
     return _path(target.api_version, PLURALS[group, target.kind], namespace, target.name)
 

@@ -32,7 +32,7 @@ from delivery.topic_admin import TopicCheck
 from sinks.alerts import Transitions, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
-from sinks.reclaim.cluster import Cluster
+from sinks.reclaim.cluster import Cluster, is_read
 from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import Watched, works_partly
 from sinks.reclaim.ledger import KEPT_MS
@@ -118,7 +118,7 @@ class ReclaimPartition:
         is not known is left alone. Returns why an action is left open, if one is: the alerts do not wait for it."""
         failure: Unreachable | None = None
         for action in self._reclaimer.ledger.unsettled():
-            if action.fingerprint not in self._known or action.action not in KINDS:  # one of a later version
+            if action.fingerprint not in self._known or not _is_known(action):
                 continue
             if action.state == "intended":
                 try:
@@ -169,6 +169,12 @@ class ReclaimPartition:
                 whole_ms, revision = before.whole_ms, before.revision
         self._watched[alert.fingerprint] = Watched(alert, fired_ms, whole_ms, revision, at_ms)
         return is_new
+
+
+def _is_known(action: Action) -> bool:
+    """Whether the kind of an action, and of the object that it changes, is known: a later version may have others."""
+    target = None if action.action == "event" else action.target
+    return action.action in KINDS and (target is None or is_read(target))
 
 
 class ReclaimSink:

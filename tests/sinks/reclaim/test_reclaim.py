@@ -10,6 +10,7 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from delivery.kubernetes.client import Answer, Unreachable
+from sinks.reclaim.cluster import Denied
 from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
 from sinks.reclaim.ledger import HOUR_MS as LEDGER_HOUR_MS
 from sinks.reclaim.ledger import Ledger
@@ -88,6 +89,31 @@ async def test_an_action_of_a_kind_that_only_a_later_version_knows_is_left_alone
     world.write(over(firing, START_MS + 1))
     await world.replica().run(later_ms=1000)
     assert (world.states("evict"), world.states("scale")) == ([state], ["planned", "ended resolved"])
+
+
+@pytest.mark.parametrize("state", ["planned", "intended"])
+async def test_an_action_on_an_object_of_a_kind_that_only_a_later_version_knows_is_left_alone(state: str) -> None:
+    world = World("scale=4h")
+    firing = world.deployment()
+    world.write(firing)
+    await world.replica().run()
+    target = Target(api_version="trainer.kubeflow.org/v1", kind="TrainJob", name="train", uid="uid-train")
+    of_later = {"id": action_id(firing, "suspend"), "action": "suspend", "target": target, "state": state}
+    world.log.append(msgspec.structs.replace(world.log[-1], **of_later))
+    world.write(over(firing, START_MS + 1))
+    await world.replica().run(later_ms=1000)
+    assert (world.states("suspend"), world.states("scale")) == ([state], ["planned", "ended resolved"])
+
+
+async def test_an_object_that_can_not_be_asked_for_is_a_sentence_or_not_there() -> None:
+    world = World()
+    cluster = world.replica().reclaimer.cluster
+    target = Target(api_version="trainer.kubeflow.org/v1", kind="TrainJob", name="train", uid="u")
+    with pytest.raises(Denied, match=r"TrainJob of trainer\.kubeflow\.org/v1 is a kind that is not known here"):
+        await cluster.get(target, "ml")
+    listed = Answer(200, b'{"kind": "DeploymentList", "metadata": {}, "items": []}', None)
+    world.api.faults.append(lambda *_: listed)
+    assert await cluster.get(Target(api_version="apps/v1", kind="Deployment", name="", uid="u"), "ml") is None
 
 
 async def test_a_namespace_that_says_nothing_is_left_alone_and_nothing_is_written() -> None:
