@@ -95,9 +95,10 @@ def printable(text: object, replacement: str = "?") -> str:
 
 
 def cell(name: str) -> str:
-    """A name for a CSV file. One that a spreadsheet would take for a formula has an apostrophe before it: users of a
-    batch system choose what their jobs call themselves."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name
+    """A name for CSV, without control characters: it may be shown on a terminal. One that a spreadsheet would take for
+    a formula has an apostrophe before it: users of a batch system choose what their jobs call themselves."""
+    shown = printable(name)
+    return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
 
 
 @contextlib.contextmanager

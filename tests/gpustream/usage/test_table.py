@@ -166,3 +166,7 @@ def test_a_record_that_ends_before_it_begins_is_of_no_time() -> None:
 def test_no_name_is_a_formula_in_a_spreadsheet(name: str, shown: str) -> None:
     """The partition of a batch job is what its processes' environment says, which its user writes."""
     assert next(iter(as_csv(table(usage(name)))))[0] == shown
+
+
+def test_no_name_in_csv_is_a_command_to_a_terminal() -> None:
+    assert next(iter(as_csv(table(usage("\t\x1b[31m=ml")))))[0] == "??[31m=ml"
