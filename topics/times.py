@@ -9,8 +9,8 @@ _MILLISECOND = timedelta(milliseconds=1)
 
 
 def time_of(ms: int) -> datetime:
-    """The time of milliseconds since 1970, from 0 to :data:`MAX_TIME_MS`."""
-    return _EPOCH + ms * _MILLISECOND
+    """The time of milliseconds since 1970; of more than :data:`MAX_TIME_MS`, that last one."""
+    return _EPOCH + min(ms, MAX_TIME_MS) * _MILLISECOND
 
 
 def epoch_ms(at: datetime) -> int:

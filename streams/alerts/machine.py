@@ -50,7 +50,7 @@ from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
 from topics.alerts import Alert, Tracked, fingerprint
 from topics.samples import silent_after_ms
-from topics.times import MAX_TIME_MS, epoch_ms
+from topics.times import epoch_ms
 from topics.workloads import MAINTENANCE
 
 MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending condition starts again
@@ -361,9 +361,8 @@ def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAle
         before = next((condition for condition in state.tracked if identity(condition) == identity(new)), new)
         alert = before.alert
         if alert is None:
-            starts_ms = min(state.last_ts_ms + for_ms, MAX_TIME_MS)
             described = describe_silence(rule, state, state.memory, rules.wording)
-            alert = firing_alert(rule, new, state, starts_ms, for_ms / 1000, described)
+            alert = firing_alert(rule, new, state, state.last_ts_ms + for_ms, for_ms / 1000, described)
         if alert.severity != "critical" and 0 < rule.critical_ms <= lasted_ms:
             alert = _replace(_critical(alert), revision=alert.revision + (before.alert is not None))
         if alert is not before.alert or before.ceased_ms is not None:
@@ -382,7 +381,7 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
     ended = [
         _replace(
             condition,
-            alert=resolved_alert(condition.alert, condition, min(at_ms, MAX_TIME_MS), "node_removed"),
+            alert=resolved_alert(condition.alert, condition, at_ms, "node_removed"),
             written_ms=None,
         )
         for condition in state.tracked

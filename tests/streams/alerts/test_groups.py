@@ -17,9 +17,9 @@ from streams.alerts.node import Replay
 from streams.alerts.rules.rule import Rules, Wording
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
-from topics.alerts import Alert, AlertGroup, AlertReport, fingerprint, transition_id
+from topics.alerts import MEMBERS, Alert, AlertGroup, AlertReport, fingerprint, transition_id
 from topics.attributed import Holder
-from topics.times import epoch_ms, time_of
+from topics.times import MAX_TIME_MS, epoch_ms, time_of
 
 SOON_RULES = overlay("""
 [rules.GPUHeldIdle]
@@ -403,3 +403,9 @@ def test_an_open_alert_of_the_previous_version_ends_and_that_of_its_workload_goe
     (report,) = [report for report in after.reports if report.alerts]
     alert = groups.step(None, report, 0, SOON_RULES).alerts[0]
     assert (alert.state, alert.starts_at) == ("firing", end.starts_at)
+
+
+def test_a_report_with_times_after_9999_has_the_last_one_that_there_is() -> None:
+    report = groups.decode_report(msgspec.json.encode(MEMBERS.example | {"ts_ms": 2**63 - 1, "logged_ms": 2**63 - 1}))
+    (alert,) = groups.step(None, report, 0, DEFAULTS).alerts
+    assert (alert.state, alert.confirmed_at) == ("firing", time_of(MAX_TIME_MS))
