@@ -165,7 +165,7 @@ def _print_transition(alert: Alert, form: Form) -> None:
         return
     at = alert.ends_at or alert.starts_at
     cells = row(alert, at)
-    state = ("changes" if alert.revision else "fires") if alert.state == "firing" else alert.state
+    state = ("changes" if alert.revision else "fires") if alert.state == "firing" else printable(alert.state)
     lasting = "" if alert.is_open else f" after {cells.lasted}"
     fields = (f"{at.astimezone(UTC):%H:%M:%SZ}", f"{state}{lasting}", *cells[2:])
     click.echo("\t".join(fields) if not sys.stdout.isatty() else "  ".join(filter(None, fields)))

@@ -177,6 +177,11 @@ def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() ->
     assert "[red]x[/nonsense]" in printed.get()
 
 
+def test_a_state_of_a_later_version_can_not_steer_a_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
+    alerts._print_transition(msgspec.structs.replace(alert(), state="paused\x07\n"), "table")
+    assert capsys.readouterr().out.split("\t")[1] == "paused??"
+
+
 def test_an_alert_of_a_node_says_so() -> None:
     node: Alert = alert("", name="NodeSilent", labels={}, annotations={}, severity="critical")
     row = alerts.row(node, time_of(START_MS + 90_000))
