@@ -336,7 +336,7 @@ def as_csv(table: Table) -> Iterator[Sequence[object]]:
         times = (sums.device_ms, sums.used_us, sums.idle_ms, sums.energy_mj)
         hours, part = f"{rounded(sums.gpu_hours, 6):f}", f"{rounded(share, 6):f}"
         final = "false" if sums.growing else "true"
-        yield cell(by), category, *times, hours, part, "" if cost is None else f"{cost:f}", currency, final
+        yield cell(by), cell(category), *times, hours, part, "" if cost is None else f"{cost:f}", currency, final
 
 
 def as_text(time_range: Range, table: Table) -> Iterator[str]:

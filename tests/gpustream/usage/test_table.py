@@ -169,4 +169,5 @@ def test_no_name_is_a_formula_in_a_spreadsheet(name: str, shown: str) -> None:
 
 
 def test_no_name_in_csv_is_a_command_to_a_terminal() -> None:
-    assert next(iter(as_csv(table(usage("\t\x1b[31m=ml")))))[0] == "??[31m=ml"
+    lines = list(as_csv(table(usage("\t\x1b[31m=ml"), usage(category="asleep\x07"))))
+    assert (lines[0][0], lines[-1][1]) == ("??[31m=ml", "asleep?")
