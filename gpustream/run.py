@@ -48,7 +48,7 @@ from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.sightings import Sightings
 from gpustream.tally import Run, Sampled, Tally
 from gpustream.ticks import Tick
-from gpustream.top.views import LINE_EVERY_S, Now, firing
+from gpustream.top.moment import LINE_EVERY_S, Now, firing
 from producers import PRODUCERS
 from producers.node.config import Node, ReadingSettings, node_name
 from producers.settings import Interval

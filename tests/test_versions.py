@@ -13,7 +13,9 @@ import pytest
 from gpustream.alerts import LatestAlerts
 from gpustream.fleet import Fleet as TopFleet
 from gpustream.ticks import decode_tick as decode_shown
-from gpustream.top import draw, views
+from gpustream.top import draw
+from gpustream.top.moment import Now
+from gpustream.top.tables import TABLES
 from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
 from sinks.metrics_api.holdings import decode as decode_holdings
@@ -196,8 +198,8 @@ def on_the_page(tick: bytes) -> Any:
 def in_top(tick: bytes) -> Any:
     fleet = TopFleet()
     fleet.observe(decode_shown(tick), 0.0, epoch_ms(datetime.now(UTC)))
-    now = views.Now(fleet, [], datetime.now(UTC), "")
-    return [[draw.row_line(table.columns, row, 200) for row in table.rows(now)] for table in views.TABLES]
+    now = Now(fleet, [], datetime.now(UTC), "")
+    return [[draw.row_line(table.columns, row, 200) for row in table.rows(now)] for table in TABLES]
 
 
 def of_pods(tick: bytes) -> Any:

@@ -24,7 +24,8 @@ from textual.widgets import Input, Static
 from gpustream.fleet import Device, Use
 from gpustream.top import draw, views
 from gpustream.top.draw import Line, TableView
-from gpustream.top.views import FiringAlert, NodeRow, Now
+from gpustream.top.moment import FiringAlert, Now
+from gpustream.top.tables import GPUS, TABLES, NodeRow
 from gpustream.top.widgets import Help, Pane, Question
 
 W = TypeVar("W", bound=Widget)
@@ -33,8 +34,8 @@ DRAW_EVERY_S = 0.5
 LOG_LINES = 200
 
 _WHEEL = 3
-_NAMES = ("Fleet", *(table.name for table in views.TABLES), "Log")
-_TABLES = {table.name: table for table in views.TABLES}
+_NAMES = ("Fleet", *(table.name for table in TABLES), "Log")
+_TABLES = {table.name: table for table in TABLES}
 _KEY_HINTS = "? help  / filter  < > sort  Enter open  Esc back  q quit"
 _FILTER_HINT = "words that a row must have; !word: must not have"
 
@@ -210,8 +211,8 @@ class TopApp(App[None]):
     def _detail(self, now: Now, detail: Any) -> list[Line]:
         size = self.size
         if isinstance(detail, Device):
-            key = views.GPUS.key(detail)
-            current = next((device for device in now.fleet.devices() if views.GPUS.key(device) == key), detail)
+            key = GPUS.key(detail)
+            current = next((device for device in now.fleet.devices() if GPUS.key(device) == key), detail)
             return views.device_lines(now, current, size.width, size.height)
         fingerprint = detail.alert.fingerprint
         firing = next((firing for firing in now.firing if firing.alert.fingerprint == fingerprint), detail)

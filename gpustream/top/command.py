@@ -27,7 +27,7 @@ from gpustream.fleet import Fleet
 from gpustream.history import Span
 from gpustream.output import answer, is_screen
 from gpustream.ticks import decode_tick
-from gpustream.top import views
+from gpustream.top.moment import LINE_EVERY_S, Now, firing
 from topics import alerts, attributed
 from topics.samples import silent_after_s
 
@@ -84,7 +84,7 @@ async def _show(connection: Connection, since_s: float | None, *, plain: bool) -
 @contextlib.asynccontextmanager
 async def followed(
     connection: Connection, since_s: float | None
-) -> AsyncIterator[tuple[Callable[[], views.Now], "asyncio.Task[None]"]]:
+) -> AsyncIterator[tuple[Callable[[], Now], "asyncio.Task[None]"]]:
     """Reads the fleet while inside. Gives a function that returns the current moment, and the reading task.
 
     The task ends only by an error.
@@ -112,14 +112,14 @@ def latest_spans(spans: Mapping[Partition, Span], limit: int) -> dict[Partition,
     return {tp: Span(end - int((end - start) * share), end) for tp, (start, end) in spans.items()}
 
 
-async def _lines(now: Callable[[], views.Now]) -> None:
+async def _lines(now: Callable[[], Now]) -> None:
     while True:
-        await asyncio.sleep(views.LINE_EVERY_S)
+        await asyncio.sleep(LINE_EVERY_S)
         current = now()
         click.echo(f"{current.at:%H:%M:%SZ}  {current.line()}")
 
 
-def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float) -> views.Now:
+def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float) -> Now:
     """The fleet now, by this machine's clock. Its ``trouble`` is that no tick has come for some time."""
     at_s, at = time.monotonic(), datetime.now(UTC)
     fleet.age(at_s)
@@ -132,7 +132,7 @@ def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float
     flow = fleet.flow()
     facts = [f"{flow.ticks_per_s:,.0f} ticks/s"]
     facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
-    return views.Now(fleet, views.firing(latest_alerts, at), at, title, facts, quiet)
+    return Now(fleet, firing(latest_alerts, at), at, title, facts, quiet)
 
 
 async def _read(

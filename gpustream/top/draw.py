@@ -72,6 +72,11 @@ def sign(device: Device) -> tuple[str, str]:
     return SIGNS[status], STYLES[status]
 
 
+def status(status: Status) -> Line:
+    """What a device does, in its colour."""
+    return [(status, STYLES[status])]
+
+
 def spark(values: Sequence[float | None], maximum: float, height: int) -> list[str]:
     """One cell for each value, in lines from the top down; a gap if nothing was measured."""
     lines = []

@@ -10,7 +10,7 @@ import yaml
 from gpustream.cli import main
 from gpustream.reference import commands
 from tests.docs.page import ROOT
-from topics.profiles import PROFILES
+from topics.profiles import PROFILES, Profile
 
 PAGES = sorted((ROOT / "docs" / "how-to" / "migrate").glob("*.md"))
 OPTIONS = {
@@ -63,9 +63,9 @@ def test_every_value_of_the_chart_that_a_page_names_is_there(page: str) -> None:
         assert rest[0] in options, name
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_label_of_a_profile_is_on_the_page_of_names(profile: str) -> None:
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_every_label_of_a_profile_is_on_the_page_of_names(profile: Profile) -> None:
     text = (ROOT / "docs" / "how-to" / "migrate" / "names.md").read_text()
-    labels = PROFILES[profile].labels
+    labels = profile.labels
 
     assert [label for label, _ in (*labels.device, *labels.holder) if f"| `{label}` |" not in text] == []

@@ -11,9 +11,9 @@ import pytest
 from gpustream.alerts import LatestAlerts
 from gpustream.fleet import Fleet
 from gpustream.ticks import Tick, decode_tick
-from gpustream.top import draw, views
+from gpustream.top import draw, tables, views
 from gpustream.top.app import TopApp
-from gpustream.top.views import Now
+from gpustream.top.moment import Now, firing
 from gpustream.top.widgets import HELP, Pane
 from producers.simulated.fleet import Fleet as SimulatedFleet
 from tests.eventually import eventually
@@ -46,7 +46,7 @@ def _simulated_ticks(nodes: int, seconds: int) -> list[tuple[int, Tick]]:
 def now_of(fleet: Fleet, alerts: LatestAlerts | None = None, trouble: str = "") -> Callable[[], Now]:
     at_time = time_of(START_MS + 61_000)
     return lambda: Now(
-        fleet, views.firing(alerts or LatestAlerts(), at_time), at_time, "gpustream top", ["4 ticks/s"], trouble
+        fleet, firing(alerts or LatestAlerts(), at_time), at_time, "gpustream top", ["4 ticks/s"], trouble
     )
 
 
@@ -198,7 +198,7 @@ async def test_a_click_on_a_title_sorts_and_on_a_row_marks_and_opens_it() -> Non
         await screen.pilot.click(Pane, offset=(used, 3))
         marked = screen.app.state.marked
         await screen.pilot.click(Pane, offset=(used, 3))
-        assert views.GPUS.key(screen.app.state.detail) == marked
+        assert tables.GPUS.key(screen.app.state.detail) == marked
         await screen.pilot.click("#tabs", offset=(14, 0))
         assert screen.app.state.view == "Nodes"
 
@@ -366,7 +366,7 @@ async def test_every_status_is_said_without_colour_too() -> None:
 @pytest.mark.parametrize("width", [1, 2, 10, 40, 79, 80, 120, 300])
 def test_a_line_fits_any_width(width: int) -> None:
     fleet = simulated(1)
-    for table in views.TABLES[:4]:
+    for table in tables.TABLES[:4]:
         rows = table.rows(now_of(fleet)())
         for line in (
             draw.header_line(table.columns, width, table.sorted_by, descending=True),

@@ -5,7 +5,9 @@ from datetime import UTC, datetime
 
 from gpustream.fleet import Fleet
 from gpustream.top import draw
-from gpustream.top.views import TABLES, FiringAlert, Now, fleet_lines, node_row
+from gpustream.top.moment import FiringAlert, Now
+from gpustream.top.tables import TABLES, node_row
+from gpustream.top.views import fleet_lines
 from tests.gpustream.test_fleet import fleet_of, gpu, tick
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
@@ -59,8 +61,8 @@ def test_power_that_no_gpu_reports_is_not_known() -> None:
         ),
     )
 
-    assert node_row(*unknown.nodes.values()).power_watts is None
-    assert node_row(*known.nodes.values()).power_watts == 450
+    assert node_row(*unknown.nodes.values()).load.power_watts is None
+    assert node_row(*known.nodes.values()).load.power_watts == 450
     assert re.search(r"power +- -", lines(unknown))
     assert re.search(r"power .* 50% 450 W", lines(known))
 
