@@ -125,11 +125,13 @@ class PodWatch:
         return self._pods.values() if self._synced else ()
 
     def forget(self, listed: Collection[PodName], events_at_call: int) -> None:
-        """Forget the pods that ended before the pod resources were read, and are not listed any more."""
-        for pod in [
-            pod for pod in self.pods if pod.ended and pod.event_number <= events_at_call and pod.name not in listed
-        ]:
-            del self._pods[pod.uid]
+        """Forget the pods that ended before the pod resources were read, and are not listed any more: the name is not,
+        or it is another pod's by then."""
+        known = [pod for pod in self.pods if pod.event_number <= events_at_call]
+        live_names = {pod.name for pod in known if not pod.ended}
+        for pod in known:
+            if pod.ended and (pod.name not in listed or pod.name in live_names):
+                del self._pods[pod.uid]
 
     async def run(self) -> None:
         """Watch until it is cancelled."""

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,17 @@ async def test_a_name_that_comes_back_is_another_pod(node: tuple[Node, PodsServe
     pods.delete(UID)
     pods.push(pushed_pod("bert-0", ANOTHER))
     await eventually(lambda: _is(bench.holds(), {"bert-0": ANOTHER}))
+
+
+async def test_nothing_is_kept_of_the_pods_that_had_a_name_before(node: tuple[Node, PodsServer]) -> None:
+    bench, pods = node
+    uids = [UID, *(f"{number}b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10" for number in range(2, 9))]
+    for ended, began in pairwise(uids):
+        pods.delete(ended)
+        pods.push(pushed_pod("bert-0", began))
+        await eventually(partial(_holds, bench, {"bert-0": began}))
+    assert bench.kubelet._pod_watch is not None
+    assert [pod.uid for pod in bench.kubelet._pod_watch.pods] == [uids[-1]]
 
 
 async def test_an_end_does_not_change_the_holders_of_earlier_times(node: tuple[Node, PodsServer]) -> None:
@@ -261,6 +274,10 @@ async def test_with_pods_that_live_30_s_more_than_97_of_100_readings_are_given_t
     polled, _ = score.attributed_score(30, nodes=1, seconds=120)
     assert len(readings) > 900
     assert polled < 0.97 < watched
+
+
+async def _holds(node: Node, expected: dict[str, str | None]) -> bool:
+    return await node.holds() == expected
 
 
 async def _is(reading: Any, expected: dict[str, str | None]) -> bool:
