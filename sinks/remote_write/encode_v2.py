@@ -116,7 +116,7 @@ class Encoder:
             self._reset()
         if len(self._shapes) > _MAX_SHAPES:  # the plans of sets that are in use keep theirs
             self._shapes.clear()
-        for series in [series for series, _, _ in groups if self._token not in series.cache]:
+        for series in [series for series, _, _ in groups if series.cache.get(self) is not self._token]:
             row_symbols = chain.from_iterable(
                 (row.name, row.help, row.unit, *chain.from_iterable(row.labels)) for row in series.rows
             )
@@ -124,13 +124,13 @@ class Encoder:
                 if symbol not in self._constants:
                     self._constants[symbol] = len(self._constants)
                     self._constant_symbols += text(_SYMBOL, symbol)
-            series.cache[self._token] = True
+            series.cache[self] = self._token
         most_symbols = len(self._constants) + sum([len(group.series.labels) for group in groups])
         width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
         symbols, new_symbols = dict(self._constants), list[bytes]()
         series_bytes: list[bytes] = []
         last_plan, slices = None, tuple[bytes, ...]()
-        for plan, tick in planned(groups, (self._token, width), partial(self._plan, width)):
+        for plan, tick in planned(groups, (self, width), partial(self._plan, width), basis=self._token):
             if plan is not last_plan:  # ticks of a node in a row have the same references
                 for value, encoded in zip(plan.values, plan.encoded, strict=True):
                     if value not in symbols:

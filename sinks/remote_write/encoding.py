@@ -91,22 +91,29 @@ P = TypeVar("P", bound=Plan)
 
 
 def planned(
-    groups: Sequence[SampleGroup], key: Hashable, make: Callable[[tuple[SeriesSet, ...], int], P]
+    groups: Sequence[SampleGroup],
+    key: Hashable,
+    make: Callable[[tuple[SeriesSet, ...], int], P],
+    *,
+    basis: object = None,
 ) -> Iterator[tuple[P, Sequence[SampleGroup]]]:
     """Each tick's groups with their plan: that of the node's last tick if it has the same sets, otherwise a new one.
 
-    ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set.
+    ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set, as
+    long as ``basis`` is the same object.
     """
     start = 0
     while start < len(groups):
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
-        plan: P | None = first.cache.get((key, width))
+        plan: P | None
+        made_on, plan = first.cache.get((key, width), (basis, None))
         tick = groups[start : start + len(plan.numbers)] if plan else ()
         same_sets = plan is not None and plan.numbers == tuple([group.series.number for group in tick])
-        if plan is None or not same_sets or any(group.ts_ms != ts_ms for group in tick):
+        if plan is None or made_on is not basis or not same_sets or any(group.ts_ms != ts_ms for group in tick):
             tick = _tick_at(groups, start)
-            plan = first.cache[key, width] = make(tuple([group.series for group in tick]), width)
+            plan = make(tuple([group.series for group in tick]), width)
+            first.cache[key, width] = basis, plan
         yield plan, tick
         start += len(tick)
 

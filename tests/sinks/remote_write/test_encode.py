@@ -165,6 +165,17 @@ def test_an_encoder_starts_over_before_its_constant_symbols_are_too_many() -> No
         assert read_v2(encoder.encode(groups)) == samples_of(groups)
 
 
+def test_when_an_encoder_starts_over_nothing_is_kept_of_the_plans_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_v2, "_MAX_CONSTANTS", 10)
+    encoder, known, entries = encode_v2.Encoder(), SeriesSet((("gpu", "0"),), (Row("up"),)), list[int]()
+    for number in range(1, 101):
+        other = SeriesSet(((f"label_{number}", "x"),), (Row("up"),))
+        groups = [SampleGroup(series, number, [1.0]) for series in (known, other)]
+        assert read_v2(encoder.encode(groups)) == samples_of(groups)
+        entries.append(len(known.cache))
+    assert max(entries[50:]) == max(entries[:50])
+
+
 def test_the_plans_of_known_series_stay_and_are_no_more_when_the_shapes_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
