@@ -53,6 +53,9 @@ from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
 AHEAD_MS = 60_000
 INTERVAL_MS = 10_000  # of a producer that does not report it
+FORGET_MS = 25 * HOUR_MS
+"""After this time without a tick a node's books are deleted, and what they know of a GPU is after this time without a
+reading of its counter: gpu.attributed has no tick of it any more."""
 
 Outcome = Literal["booked", "opened", "behind", "ahead", "replayed"]
 """How a tick was handled. ``booked``: its time was booked. ``opened``: it is the first of its run, and stands for no
@@ -377,7 +380,8 @@ class Bookkeeper:
                 self._prune()
 
     def _prune(self) -> None:
-        """Forget the accounts that no open window has."""
+        """Forget the accounts that no open window has, and the GPUs that no open hour has and that were not read for
+        long: they were replaced."""
         books = self.books
         rows = [*[hour.rows for hour in books.hours], *[hour.minute for hour in books.hours]]
         rows += [rows_of(minute.rows) for hour in books.hours for minute in hour.minutes]
@@ -385,6 +389,12 @@ class Bookkeeper:
         books.accounts = {number: account for number, account in books.accounts.items() if number in used}
         self._account_numbers = {account.name: number for number, account in sorted(books.accounts.items())}
         self._accounts_by_device.clear()
+        open_gpus = {uuid for hour in books.hours for uuid in hour.of}
+        since_ms = books.booked_ms - FORGET_MS
+        books.meters = {
+            uuid: meter for uuid, meter in books.meters.items() if uuid in open_gpus or meter.at_ms > since_ms
+        }
+        self._slices = {uuid: meter.slices for uuid, meter in books.meters.items()}
 
 
 def _minutes(start_ms: int, end_ms: int) -> Iterator[tuple[int, int]]:

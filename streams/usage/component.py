@@ -23,11 +23,11 @@ from streams.caught_up import PartitionState
 from streams.reader import Reads
 from streams.settings import UsageSettings
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, instruments
-from streams.usage.bookkeeper import Bookkeeper
+from streams.usage.bookkeeper import FORGET_MS, Bookkeeper
 from streams.usage.books import Accounting, Books, encode
 from streams.usage.books import decode as decode_books
 from streams.usage.tick import decode as decode_tick
-from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
+from topics.usage import HOURS, MINUTE_MS, MINUTES, STATE, Usage
 
 KEEP_S = 75.0
 """If a node closes no minute for this time, its books are written all the same: its ticks would delay the commit."""
@@ -36,8 +36,6 @@ LEADERS_APART_MS = 60_000
 NO_SAMPLES_S = 24 * 3600.0
 """After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed, as
 one that is a dead letter: gpu.samples does not have it any more."""
-FORGET_MS = 25 * HOUR_MS
-"""After this time without a tick a node's books are deleted: gpu.attributed has no tick of it any more."""
 
 INSTRUMENTS = (
     Instrument("gpustream_usage_ticks_total", "counter", "Node ticks read: booked, opened (the first of a run), behind"

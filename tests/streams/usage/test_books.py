@@ -386,6 +386,27 @@ def test_while_a_clock_is_wrong_the_books_do_not_grow_with_the_pods_that_come_an
     assert harness.keeper.books.accounts == accounts
 
 
+def test_gpus_that_were_replaced_are_forgotten_after_a_day() -> None:
+    harness, sizes = BookkeeperHarness(), list[int]()
+    for hour in range(120):
+        joules = {"energy_joules_total": 3600.0 * hour}
+        harness.play(*seconds(3600 * hour, 3600 * hour + 3599, gpu(f"GPU-{hour}", A, metrics=joules), step=600))
+        sizes.append(len(harness.keeper.books.meters))
+    assert max(sizes[:60]) == max(sizes[60:]) < 48
+    assert harness.keeper._slices.keys() == harness.keeper.books.meters.keys()
+
+
+def test_a_gpu_that_was_missing_for_a_day_has_what_it_drew_meanwhile() -> None:
+    def meter(uuid: str, joules: float) -> Any:
+        return gpu(uuid, A, metrics={"energy_joules_total": joules})
+
+    harness = BookkeeperHarness().play(*seconds(0, 60, meter("GPU-a", 0.0), meter("GPU-b", 0.0)))
+    harness.play(*seconds(61, 24 * 3600 - 1, meter("GPU-b", 0.0), step=60))
+    harness.play(*seconds(24 * 3600, 24 * 3600 + 60, meter("GPU-a", 5.0), meter("GPU-b", 0.0)))
+    hours = [row for (lasts_ms, *_), row in harness.records.items() if lasts_ms == HOUR_MS and row.uuid == "GPU-a"]
+    assert sum(row.energy_mj for row in hours) == 5000
+
+
 def test_books_are_read_back_as_they_were_written() -> None:
     harness = BookkeeperHarness().play(*seconds(0, 3700, gpu("GPU-a", A), gpu("GPU-b", holder("b")), step=5))
     assert encode(decode(encode(harness.keeper.books))) == encode(harness.keeper.books)
