@@ -114,6 +114,7 @@ class Bookkeeper:
             return Booking("replayed", [])
         self._pass_time(logged_ms, live=self._policy.live)
         gpus = gpus_of(tick, self._slices, self._accounts_by_device, self._policy.split)
+        self._accounts_by_device = {share.uuid: share.accounts for gpu in gpus for share in gpu.shares}
         if books.booked_ms < tick.ts_ms <= logged_ms + AHEAD_MS:  # an account without time would never be forgotten
             for gpu in gpus:
                 for share in gpu.shares:

@@ -10,6 +10,7 @@ from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
+from tests.growth import kept
 from tests.streams.usage.made import START_MS, BookkeeperHarness, gpu, holder, mig, tick
 from topics.attributed import Workload
 from topics.usage import HOUR_MS, MINUTE_MS
@@ -384,6 +385,16 @@ def test_while_a_clock_is_wrong_the_books_do_not_grow_with_the_pods_that_come_an
         wrong = tick(second * 1000, gpu("GPU-a", holder(f"pod-{second}")), run_id=2, ts_ms=START_MS + ahead_ms + second)
         assert harness.book(wrong, START_MS + second * 1000).outcome in ("ahead", "behind")
     assert harness.keeper.books.accounts == accounts
+
+
+def test_while_a_clock_is_ahead_nothing_is_kept_of_mig_devices_that_are_gone() -> None:
+    harness, sizes = BookkeeperHarness(), list[int]()
+    for second in range(100):
+        device = mig(f"MIG-{second}", "1g.10gb", holder(f"pod-{second}"))
+        ahead = tick(second * 1000, gpu("GPU-a"), device)
+        assert harness.book(ahead, START_MS + second * 1000 - 120_000).outcome == "ahead"
+        sizes.append(kept(harness.keeper))
+    assert max(sizes[50:]) <= max(sizes[10:50])
 
 
 def test_gpus_that_were_replaced_are_forgotten_after_a_day() -> None:
