@@ -21,7 +21,7 @@ from streams.alerts.rules.rule import ALL_GPUS_KINDS, Rule, Rules
 from streams.alerts.stragglers import compare_ranks
 from streams.alerts.text.grouped import describe_group, group_labels, kind_of_other
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity
-from topics.times import epoch_ms, time_of
+from topics.times import MAX_TIME_MS, epoch_ms, time_of
 from topics.topic import decoder
 
 _MAX_ENDED_MEMBERS = 1000  # of a group whose alert fires; the first that ended are forgotten
@@ -143,7 +143,10 @@ def is_over(group: AlertGroup, now_ms: int) -> bool:
     alert = group.alert
     if alert is None:
         return not any(report_state.held for report_state in group.seen.values())
-    return alert.ends_at is None or now_ms - epoch_ms(alert.ends_at) >= DELETE_MS
+    if alert.ends_at is None:
+        return True
+    last_ms = max([report_state.logged_ms for report_state in group.seen.values()], default=MAX_TIME_MS)
+    return now_ms - min(epoch_ms(alert.ends_at), last_ms) >= DELETE_MS  # the clock of its node may be ahead
 
 
 def without_alert(group: AlertGroup) -> AlertGroup | None:

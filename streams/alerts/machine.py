@@ -344,7 +344,10 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
         after = retire(state, state.last_ts_ms + forget_ms)
     else:
         after = fire_node_silent(state, rules, now_ms - state.logged_ms)
-    return Step(after) if after is not state else finish_step(state, [], now_ms)
+    if after is not state:
+        return Step(after)
+    resolved = {key: min(ended_ms, now_ms) for key, ended_ms in state.resolved.items()}  # its clock may be ahead
+    return finish_step(state if resolved == state.resolved else _replace(state, resolved=resolved), [], now_ms)
 
 
 def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:

@@ -512,6 +512,22 @@ async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_reso
     assert states(broker)[-1].tracked == ()
 
 
+async def test_nothing_is_kept_of_a_node_that_is_gone_and_whose_clock_was_years_ahead() -> None:
+    worker, years_ms = await working(Broker(), DEFAULTS), 10 * 365 * 24 * 3_600_000
+    for minute in range(60):
+        idle = device(0, holder(), busy=0.0 if minute < 30 else 0.9, xids={"79": 1} if minute > 1 else None)
+        read = tick(60 * minute, idle, interval_ms=60_000)
+        worker.broker.log(msgspec.structs.replace(read, ts_ms=read.ts_ms + years_ms), logged_ms=read.ts_ms)
+    for passed_ms in (3_600_000, FORGET_MS, DELETE_MS, DELETE_MS):
+        for topic in (ATTRIBUTED, MEMBERS, GROUPS, STATE):
+            await worker.read(topic)
+        worker.clocks.started_ms += passed_ms
+        await worker.wait(1000)
+    assert {name for name, state in alerts_written(worker.broker)} == {"GPUXid", "GPUHeldIdle", "NodeSilent"}
+    for topic in (ALERTS, GROUPS, STATE):
+        assert not any({record.key: record.value for record in worker.broker.logs[topic]}.values())
+
+
 def removal(broker: Broker, second: int, *, removed: bool) -> None:
     record = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=removed)
     broker.logs[WORKLOADS].append(Record(KEY, encode(record), START_MS + second * 1000))
