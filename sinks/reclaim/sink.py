@@ -144,6 +144,7 @@ class ReclaimPartition:
         if alert is None:
             self._transitions.update(record, None)
             self._watched.pop(key_of(record), None)
+            self._check_at_s.pop(key_of(record), None)
             self._known.discard(key_of(record))
             return False
         if alert.cluster != settings.cluster:

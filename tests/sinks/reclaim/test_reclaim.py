@@ -886,6 +886,17 @@ def test_what_another_replica_decides_before_it_has_read_an_intention_frees_no_b
     assert _intention(0) in ledger.unsettled()
 
 
+async def test_nothing_is_kept_of_an_alert_of_which_a_compaction_has_left_only_the_deletion() -> None:
+    world = World("scale=4h")
+    world.write(world.deployment())
+    sink = world.replica()
+    await sink.run()
+    world.alerts.append(world.alerts[0]._replace(offset=1, value=None))
+    await sink.run(later_ms=HOUR_MS)
+    partition = sink.partition
+    assert not any((partition._known, partition._watched, partition._check_at_s, partition._transitions._last))
+
+
 def test_what_the_topic_has_not_any_more_is_forgotten_as_by_a_restart() -> None:
     ledger, restarted = (Ledger("c1", {"stop": 1, "event": 0}) for _ in range(2))
     day_ms = 24 * 3_600_000
