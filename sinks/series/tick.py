@@ -6,8 +6,7 @@ the same in the next tick is not decoded again: it is the same object.
 On failure: ``msgspec.DecodeError`` if the value is not such a record.
 """
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,7 +88,7 @@ class SeriesTick(AttributedTick, frozen=True, kw_only=True):
 
 _ABSENT = Raw(b"")
 _NODES = 20_000
-_REMEMBERED_S = 600.0
+_TURNS = 10
 
 
 class _RawHolder(msgspec.Struct, frozen=True, gc=False):
@@ -162,26 +161,26 @@ _decode_raw = msgspec.json.Decoder(_RawTick).decode
 class TickDecoder:
     """Decodes ticks, and keeps the last one of each node to decode only what has changed.
 
-    A node of which none was decoded for ten minutes is forgotten. ``clock_s`` never steps back.
+    A node of which none came while the others had ten each is forgotten: many nodes may live for an hour only.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
-        self._nodes: dict[tuple[str, str], tuple[_LastTick, float]] = {}  # and when; the oldest first
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[str, str], tuple[_LastTick, int]] = {}  # and which one it was of all ticks
+        self._ticks = 0
 
     def decode(self, value: bytes) -> SeriesTick:
         """Decode a tick. Raises what msgspec raises if it is malformed or has a null where the type allows none."""
         tick = _decode_raw(value)
         node, devices = (tick.cluster, tick.node), tick.devices
-        last, _ = self._nodes.pop(node, (_NO_TICK, 0.0))
+        last, _ = self._nodes.pop(node, (_NO_TICK, 0))
         device_fields = list(map(_device_fields, devices))
         holder_fields = [list(map(_holder_fields, device.holders)) for device in devices]
         if last.device_fields != device_fields or last.holder_fields != holder_fields:
             last = _decode_changed(devices, device_fields, holder_fields, last)
-        now_s = self._clock_s()
-        self._nodes[node] = last, now_s
-        oldest, (_, decoded_s) = next(iter(self._nodes.items()))
-        if len(self._nodes) > _NODES or now_s - decoded_s > _REMEMBERED_S:
+        self._ticks += 1
+        self._nodes[node] = last, self._ticks
+        oldest, (_, number) = next(iter(self._nodes.items()))
+        if len(self._nodes) > _NODES or self._ticks - number > _TURNS * len(self._nodes):
             del self._nodes[oldest]
         return SeriesTick(
             schema=tick.schema,
