@@ -132,7 +132,8 @@ class Table:
         """Adds a record. There is one for each key."""
         price = None
         if self.prices is not None:
-            price = self.prices.price_of(record.model or "", record.start_ms, record.node_labels)
+            hour_ms = record.start_ms // HOUR_MS * HOUR_MS  # a minute has the price of its hour
+            price = self.prices.price_of(record.model or "", hour_ms, record.node_labels)
             if price is None and record.slice_ms:
                 model, hours = record.model or _NO_MODEL, Fraction(record.slice_ms, record.of * HOUR_MS)
                 self.unpriced[model] = self.unpriced.get(model, Fraction(0)) + hours
@@ -171,8 +172,10 @@ class Table:
         rows.sort(key=lambda row: (-row[2].gpu_hours, row[0]))
         rows += [("", name, sums) for name, sums in self.categories.items() if name != "held"]
         costs: Sequence[Decimal | None] = [None] * len(rows)
-        if self.prices is not None:
-            costs = divided(rounded(self.whole.cost, 2), [sums.cost for _, _, sums in rows])
+        if self.prices is not None:  # first by category, so that these cost the same whoever has the rows
+            whole, categories = rounded(self.whole.cost, 2), self.categories.values()
+            held, *others = divided(whole, [sums.cost for sums in categories])
+            costs = [*divided(held, [sums.cost for _, category, sums in rows if category == "held"]), *others]
         return [UsageRow(*row, self.share(row[2]), cost) for row, cost in zip(rows, costs, strict=True)]
 
     def share(self, sums: Sums) -> Fraction:

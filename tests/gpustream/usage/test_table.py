@@ -91,6 +91,31 @@ def test_rounded_costs_add_up_to_the_rounded_whole(times: list[int]) -> None:
     assert abs(sum((row.cost or Decimal(0) for row in usages.rows()), -whole)) <= Decimal("0.005")
 
 
+@pytest.mark.parametrize("by", ["namespace", "workload", "pod", "node"])
+def test_what_nobody_held_costs_the_same_whoever_has_the_rows(by: By) -> None:
+    records = [
+        usage(f"ns-{number}", node=f"n{number}", gpu_uuid=f"GPU-{number}", device_ms=11_000) for number in range(9)
+    ]
+    records += [usage(gpu_uuid="GPU-9", device_ms=7_300), usage(gpu_uuid="GPU-9", device_ms=12_600, category="lost")]
+
+    def costs(by: By) -> list[tuple[str, Decimal | None]]:
+        return [(row.category, row.cost) for row in table(*records, by=by, prices=PRICES).rows() if not row.by]
+
+    assert costs(by) == costs("team") == [
+        ("free", Decimal("0.01")), ("unobserved", Decimal("0.00")), ("lost", Decimal("0.01")),
+    ]  # fmt: skip
+
+
+def test_a_minute_has_the_price_of_its_hour() -> None:
+    half_past = START_MS + HOUR_MS // 2
+    prices = Prices("EUR", (Price("*", Decimal(1), 0, half_past, ()), Price("*", Decimal(3), half_past, 2**60, ())))
+    minutes = [
+        usage("ml", start_ms=start_ms, end_ms=start_ms + MINUTE_MS, device_ms=MINUTE_MS)
+        for start_ms in range(START_MS, START_MS + HOUR_MS, MINUTE_MS)
+    ]
+    assert table(*minutes, prices=prices).whole.cost == table(usage("ml"), prices=prices).whole.cost == 1
+
+
 @given(
     st.decimals(-1000, 1000, allow_nan=False, places=4) | st.decimals(-1000, 1000, allow_nan=False, places=2),
     st.lists(st.integers(0, 10**9), min_size=1, max_size=30).filter(any),
