@@ -7,6 +7,8 @@ On failure: what is wrong, on standard error, and exit code 1.
 
 import asyncio
 import contextlib
+import csv
+import io
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -99,6 +101,20 @@ def cell(name: str) -> str:
     a formula has an apostrophe before it: users of a batch system choose what their jobs call themselves."""
     shown = printable(name)
     return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
+
+
+def csv_lines(rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Each row as a line of CSV that ends with a line feed.
+
+    Python before 3.13 quotes a field with a carriage return only if lines end with one.
+    """
+    line = io.StringIO()
+    writer = csv.writer(line, lineterminator="\r\n")
+    for row in rows:
+        writer.writerow(row)
+        yield line.getvalue().removesuffix("\r\n") + "\n"
+        line.seek(0)
+        line.truncate()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Out:      a table, CSV or JSON on standard output; a bill whose charges are divi
 On failure: what is wrong, in a sentence, and exit code 1; errors in the command line, and exit code 2.
 """
 
-import csv
 import functools
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from delivery.values import counted
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, option, output_format
 from gpustream.history import utc
-from gpustream.output import FAILED, answer, cell, failed, printable, written
+from gpustream.output import FAILED, answer, cell, csv_lines, failed, printable, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range
@@ -250,7 +249,7 @@ def usage(
     if form == "json":
         click.echo(msgspec.json.encode(as_json(plan.range, table)))
     elif form == "csv":
-        csv.writer(sys.stdout, lineterminator="\n").writerows([CSV_COLUMNS, *as_csv(table)])
+        sys.stdout.writelines(csv_lines([CSV_COLUMNS, *as_csv(table)]))
     else:
         click.echo("\n".join(as_text(plan.range, table)))
 
@@ -275,7 +274,7 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
     """Writes the bill, whole or not at all, and reports what became of its charges. Raises BillError."""
     try:
         with written(file) as out:
-            csv.writer(out, lineterminator="\n").writerows(bill.lines(counted_range))
+            out.writelines(csv_lines(bill.lines(counted_range)))
     except OSError as error:
         raise BillError(f"{file}: it can't be written: {error}") from error
     click.echo(f"{file}: {counted(bill.divided, 'charge')} divided", err=True)

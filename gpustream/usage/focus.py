@@ -149,7 +149,7 @@ class Bill:
         for number, row in enumerate(self._rows, 1):
             cells = dict(zip(self._columns, row, strict=True))
             from_ms, to_ms = milliseconds(cells["ChargePeriodStart"]), milliseconds(cells["ChargePeriodEnd"])
-            if from_ms is None or to_ms is None or from_ms >= to_ms or cells.get("AllocatedMethodId"):
+            if from_ms is None or to_ms is None or from_ms >= to_ms or _has_value(cells.get("AllocatedMethodId", "")):
                 continue
             charge = Charge(from_ms // HOUR_MS * HOUR_MS, -(-to_ms // HOUR_MS) * HOUR_MS)
             self._charges[number] = charge
@@ -226,7 +226,7 @@ class Bill:
         shares = list(weights.values())
         summed: dict[str, list[Decimal]] = {}
         for name, places in self._places.items():
-            if (text := cells.get(name, "").strip()) and text.lower() != "null":
+            if _has_value(text := cells.get(name, "").strip()):
                 try:
                     amount = Decimal(text)
                     if abs(amount.adjusted()) > _MAX_DIGITS:
@@ -254,6 +254,11 @@ class Bill:
                 "x_OriginRow": str(number),
                 "x_UsageCategory": part.category,
             }
+
+
+def _has_value(text: str) -> bool:
+    """Whether a cell has a value. Bills leave it empty or write NULL if it has none."""
+    return text.strip().lower() not in ("", "null")
 
 
 def _tags(record: Usage, by: By) -> str:

@@ -136,6 +136,21 @@ def test_a_bill_is_divided_and_what_became_of_its_charges_is_said(kafka: str, tm
     assert f"{out}: 1 charge divided\n1 charge as before: of no node or GPU that has usage" in result.stderr
 
 
+def test_a_field_with_a_carriage_return_is_one_field_of_the_bill_that_is_written(kafka: str, tmp_path: Path) -> None:
+    bill, out = tmp_path / "bill.csv", tmp_path / "out.csv"
+    bill.write_text(
+        "ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost,ChargeDescription\n"
+        'n1,2026-11-20T00:00Z,2026-11-20T01:00Z,10.00,"a\r=1"\n',
+        newline="",
+    )
+    _usage(kafka, "--focus-origin", str(bill), "--focus", str(out))
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["AllocatedResourceName"], row["ChargeDescription"]) for row in rows] == [
+        ("ml", "a\r=1"), ("serving", "a\r=1"), ("", "a\r=1"),
+    ]  # fmt: skip
+
+
 def test_a_bill_that_can_not_be_divided_leaves_no_file(kafka: str, tmp_path: Path) -> None:
     bill, out = tmp_path / "bill.csv", tmp_path / "out.csv"
     bill.write_text(

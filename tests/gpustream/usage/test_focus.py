@@ -162,6 +162,16 @@ def test_a_bill_that_was_divided_is_not_divided_again(tmp_path: Path) -> None:
     assert written(tmp_path, again) == once
 
 
+@pytest.mark.parametrize("null", ["", "null", "NULL"])
+def test_a_charge_whose_allocated_columns_are_null_is_divided(tmp_path: Path, null: str) -> None:
+    (tmp_path / "bill.csv").write_text(
+        "BilledCost,ResourceId,ChargePeriodStart,ChargePeriodEnd,AllocatedMethodId\n"
+        f"98.32,n1,2026-11-20T00:00:00Z,2026-11-20T01:00:00Z,{null}\n"
+    )
+    rows = written(tmp_path, Bill(tmp_path / "bill.csv", "namespace", NO_NODES), [usage("ml")])
+    assert [(row["BilledCost"], row["AllocatedResourceName"]) for row in rows] == [("98.32", "ml")]
+
+
 def test_an_hourly_charge_has_its_own_hour_only(tmp_path: Path) -> None:
     hours = [
         {"ChargePeriodStart": f"2026-11-20T0{hour}:00:00Z", "ChargePeriodEnd": f"2026-11-20T0{hour + 1}:00:00Z"}
