@@ -265,6 +265,9 @@ def columns(by: str) -> list[Column]:
     ]
 
 
+ONE_HOUR = "59m59s"
+"""A range with one hour's sample: of 1h, Prometheus before 3.0 takes the sample at its start, too."""
+
 total, team = "sum({}) / 3600", "{{team}}"
 FREE = 'sum_over_time(gpu_usage_free_gpu_seconds{k8s_cluster_name=~"$cluster"}[$__range])'
 HELD_SECONDS = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
@@ -331,7 +334,7 @@ USAGE_BOARD = dashboard(
             graph(
                 f"{title} by team",
                 "GPU-hours of each hour.",
-                [(team, f"sum by (team) ({hours(category, window='1h')}) / 3600")],
+                [(team, f"sum by (team) ({hours(category, window=ONE_HOUR)}) / 3600")],
                 "h",
                 stacked=True,
                 bars=True,
@@ -342,7 +345,7 @@ USAGE_BOARD = dashboard(
         graph(
             "Cost by team",
             "Of what was held in each hour, by the price above.",
-            [(team, f"sum by (team) ({hours('held', window='1h')}) / 3600 * $price")],
+            [(team, f"sum by (team) ({hours('held', window=ONE_HOUR)}) / 3600 * $price")],
             stacked=True,
             bars=True,
             interval="1h",

@@ -14,6 +14,7 @@ import pytest
 from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from delivery.values import milliseconds
 from gpustream import reference
 from streams.alerts.xids import XID_KINDS, XIDS
 from tests.k8s import dashboard
@@ -270,6 +271,13 @@ def test_every_expression_is_of_series_that_gpustream_has() -> None:
         named = set(_NAME.findall(_TEXT.sub("", expr))) - _LABELS
         assert named or any(name in expr for name in other_names), where
         assert named - kinds().keys() == set(), where
+
+
+def test_a_bar_of_an_hour_has_no_sample_of_the_hour_before() -> None:
+    bars = [query.expr for query in QUERIES if query.board == "gpu-usage" and "$__range" not in query.expr]
+    windows = {window for expr in bars for window in re.findall(r"\[(\w+)\]", expr)}
+    assert len(bars) == 4
+    assert [milliseconds(window) for window in windows] == [3_599_000]  # both ends of a range count before Prometheus 3
 
 
 def test_rates_are_of_counters() -> None:
