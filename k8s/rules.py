@@ -19,6 +19,7 @@ from k8s.dashboards.queries import (
     DEVICE,
     GPU,
     IDLE_BELOW,
+    ONE_HOUR,
     POD,
     UTILIZATION,
     WORKLOAD,
@@ -105,7 +106,7 @@ def recording() -> Iterator[tuple[str, str]]:
     for level, (source, by) in LEVELS.items():
         for category in ("held", "used", "idle"):
             yield f"{level}:gpu_{category}:sum", f"sum by ({by}) ({source}:gpu_{category}:ratio)"
-            yield f"{level}:gpu_{category}_hours:sum1h", f"sum_over_time({level}:gpu_{category}:sum[1h]) / 60"
+            yield f"{level}:gpu_{category}_hours:sum1h", f"sum_over_time({level}:gpu_{category}:sum[{ONE_HOUR}]) / 60"
         if source == "device":
             yield f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))"
 

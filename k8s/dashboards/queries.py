@@ -26,6 +26,9 @@ VIDEO = ACTIVITY[2:]
 """Those of them that are in no pod's part."""
 
 IDLE_BELOW = 0.01
+ONE_HOUR = "59m59s"
+"""The range with what was sampled in an hour: Prometheus before 3.0 takes the sample at the start of 1h, too."""
+
 PROMETHEUS_ALERTS = 'alertstate="firing",alertname=~"(?i)gpu.*|NodeSilent"'
 """The alerts that Prometheus judges: of GPUs, and of gpustream itself."""
 

@@ -19,6 +19,7 @@ from k8s.dashboards.queries import (
     DEVICE,
     MEMORY,
     NODE_MATCHERS,
+    ONE_HOUR,
     POD,
     POWER,
     UTILIZATION,
@@ -264,9 +265,6 @@ def columns(by: str) -> list[Column]:
         Column("cost", f"sum by ({by}) ({held}) / 3600 * $price"),
     ]
 
-
-ONE_HOUR = "59m59s"
-"""A range with one hour's sample: of 1h, Prometheus before 3.0 takes the sample at its start, too."""
 
 total, team = "sum({}) / 3600", "{{team}}"
 FREE = 'sum_over_time(gpu_usage_free_gpu_seconds{k8s_cluster_name=~"$cluster"}[$__range])'

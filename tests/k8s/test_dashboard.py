@@ -273,10 +273,11 @@ def test_every_expression_is_of_series_that_gpustream_has() -> None:
         assert named - kinds().keys() == set(), where
 
 
-def test_a_bar_of_an_hour_has_no_sample_of_the_hour_before() -> None:
+def test_an_hour_has_no_sample_of_the_hour_before() -> None:
     bars = [query.expr for query in QUERIES if query.board == "gpu-usage" and "$__range" not in query.expr]
-    windows = {window for expr in bars for window in re.findall(r"\[(\w+)\]", expr)}
-    assert len(bars) == 4
+    hours = [rule["expr"] for rule in RULES if rule.get("record", "").endswith(":sum1h")]
+    windows = {window for expr in [*bars, *hours] for window in re.findall(r"\[(\w+)\]", expr)}
+    assert (len(bars), len(hours)) == (4, 12)
     assert [milliseconds(window) for window in windows] == [3_599_000]  # both ends of a range count before Prometheus 3
 
 
