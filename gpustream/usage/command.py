@@ -72,7 +72,9 @@ def parse_time(text: str) -> When:
         raise ValueError(
             f"{text[:80]!r} is not a time: write 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago"
         ) from None
-    if parsed.ms % MINUTE_MS or parsed.ms < 0:
+    if parsed.ms < 0:
+        raise ValueError(f"{text!r} is before 1970: write a later time")
+    if parsed.ms % MINUTE_MS:
         raise ValueError(f"{text!r}: usage is counted by the minute: write a whole one")
     return parsed
 

@@ -218,6 +218,7 @@ def test_a_time_may_be_so_long_ago() -> None:
         (["--from", "yesterday", "--to", "2020-01-01"], "is not a time: write 2026-11-01"),
         (["--from", "1h", "--to", "today"], "is not a time: write 2026-11-01"),
         (["--from", "2026-11-01T10:00:30"], "usage is counted by the minute"),
+        (["--from", "1969-12-31"], "is before 1970"),
         (["--since", "90s"], "usage is counted by the minute"),
         (["--since", "0"], "usage is counted by the minute"),
         (["--since", "tomorrow"], "is not a duration"),
