@@ -12,12 +12,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aiokafka import TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError, TopicAuthorizationFailedError
+from aiokafka.errors import CommitFailedError, KafkaError, TopicAuthorizationFailedError
 from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.structs import OffsetAndMetadata
@@ -25,6 +24,7 @@ from aiokafka.structs import OffsetAndMetadata
 from delivery.assignor import CoPartitioned
 from delivery.clients import OffsetClient, close, connect_consumer, to_kafka
 from delivery.clock import now_ms
+from delivery.commits import Commits
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.member_health import MemberHealth, evicted_by
@@ -69,14 +69,6 @@ class Member(Protocol):
         """A rebalance has ended, and these partitions are assigned to this process."""
 
 
-@dataclass(slots=True, eq=False)
-class _Commit:
-    """Offsets to commit, and whether they were, or the error; None: not known yet."""
-
-    offsets: Mapping[Partition, int]
-    outcome: bool | KafkaError | None = None
-
-
 class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types
     """The membership of one process in a consumer group.
 
@@ -97,12 +89,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._partitions = {self.connection.prefixed(topic): count for topic, count in partitions.items()}
         self._assignor = CoPartitioned(settings.instance_id)
         self._consumer: Any = None
+        self._commits: Commits
         self._joined = False
         self._fetched = 0
         self._health = MemberHealth(self.name, self.connection)
         self._topic_watch, self._partition_watch = TopicWatch(self._topics), PartitionWatch()
-        self._commits: list[_Commit] = []
-        self._commit_lock = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
 
@@ -129,6 +120,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             max_partition_fetch_bytes=8 << 20,
             metadata_max_age_ms=_METADATA_MS,  # after this time a new partition is noticed
         )
+        self._commits = Commits(self._consumer)
 
     async def committed_offsets(self) -> Mapping[Partition, int | None]:
         """The group's committed offset of each partition that its topics had at the start; None if there is none."""
@@ -418,40 +410,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit these offsets; False if some of the partitions are not assigned to this process any more.
 
-        The client sends one commit at a time, and those that have to wait go together in the next one. Raises
-        KafkaError. Before :meth:`Member.revoked` returns, a commit under way must be cancelled and awaited. The broker
-        checks the generation at the time of sending, and not who owns the partition: a commit that outlives a rebalance
-        would set the new owner back.
+        Raises KafkaError. Before :meth:`Member.revoked` returns, a commit under way must be cancelled and awaited. The
+        broker checks the generation at the time of sending, and not who owns the partition: a commit that outlives a
+        rebalance would set the new owner back.
         """
-        commit = _Commit(offsets)
-        self._commits.append(commit)
         with self._health.committing():
-            try:
-                async with self._commit_lock:
-                    if commit.outcome is None:  # no other one has taken it along
-                        await self._send_commits([other for other in self._commits if other.outcome is None])
-            finally:
-                self._commits.remove(commit)
-            if isinstance(commit.outcome, KafkaError):
-                raise commit.outcome
-            return commit.outcome is True
-
-    async def _send_commits(self, commits: Sequence["_Commit"]) -> None:
-        """Send commits in one request. If it fails, each by itself: the offsets of one topic may be refused."""
-        assigned = self._consumer.assignment()
-        offsets = {self._to_kafka(tp): offset for commit in commits for tp, offset in commit.offsets.items()}
-        sent = {tp: offset for tp, offset in offsets.items() if tp in assigned}
-        try:
-            if sent:
-                await self._consumer.commit(sent)
-        except (CommitFailedError, IllegalStateError):
-            sent = {}
-        except KafkaError as error:
-            if len(commits) == 1:
-                commits[0].outcome = error
-                return
-            for commit in commits:
-                await self._send_commits([commit])
-            return
-        for commit in commits:
-            commit.outcome = all(self._to_kafka(tp) in sent for tp in commit.offsets)
+            return await self._commits.commit({self._to_kafka(tp): offset for tp, offset in offsets.items()})

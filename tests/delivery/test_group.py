@@ -26,6 +26,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from delivery import group as module
 from delivery.assignor import CoPartitioned
+from delivery.commits import Commits
 from delivery.group import ConsumerGroup, MustRestart
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
@@ -121,7 +122,7 @@ def group_of(client: Client, **settings: Any) -> tuple[ConsumerGroup, Member]:
     member = Member()
     membership = MemberSettings(kafka="127.0.0.1:1", group="g", **settings)
     group = ConsumerGroup(membership, ("ticks",), member, dict(client.counts))
-    group._consumer = client
+    group._consumer, group._commits = client, Commits(client)
     return group, member
 
 
