@@ -187,14 +187,18 @@ def _object(answer: Answer) -> Json | None:
 
 def is_read(target: Target) -> bool:
     """Whether an object is of a kind that is read. A later version may change others."""
-    return (target.api_version.rpartition("/")[0], target.kind) in PLURALS
+    return _plural(target) is not None
+
+
+def _plural(target: Target) -> str | None:
+    return PLURALS.get((target.api_version.rpartition("/")[0], target.kind))
 
 
 def _path_of(target: Target, namespace: str) -> str:
-    if not is_read(target):
+    plural = _plural(target)
+    if plural is None:
         raise Denied("rejected", f"{target.kind} of {target.api_version} is a kind that is not known here")
-    group = target.api_version.rpartition("/")[0]
-    return _path(target.api_version, PLURALS[group, target.kind], namespace, target.name)
+    return _path(target.api_version, plural, namespace, target.name)
 
 
 def _path(version: str, plural: str, namespace: str, name: str) -> str:

@@ -290,10 +290,10 @@ class Reclaimer:
         can_stop = any(isinstance(stop, WorkloadChange) or stop.reason != "unsupported" for stop in stops)
         for kind, decision in decisions.items():
             action = action_id(firing.alert, kind)
-            intention = self.ledger.intention(action)
-            if changed_by(action, facts) and intention is not None:
+            intention, is_changed = self.ledger.intention(action), changed_by(action, facts)
+            if is_changed and intention is not None:
                 await self._write(_next_state(intention, "done"), abandon)  # after it was taken for refused
-            elif changed_by(action, facts):
+            elif is_changed:
                 await self._refuse(firing, kind, Objection("already", _FORGOTTEN), abandon)
             elif isinstance(decision, Objection):
                 if decision.reason != "unsupported" or not can_stop:

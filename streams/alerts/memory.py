@@ -133,8 +133,8 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | N
     if devices is not memory.devices and any(uuid not in devices for uuid in windows):
         windows = {uuid: of_device for uuid, of_device in windows.items() if uuid in devices}
     uses |= {uuid: memory.uses[uuid] for uuid in missing if uuid in devices and uuid in memory.uses}
-    uses, removed_counts = memory.uses if uses == memory.uses else uses, _removed_counts(memory, devices, tick.run_id)
-    after = Memory(tick.run_id, devices, windows, uses, removed_counts)
+    uses = memory.uses if uses == memory.uses else uses
+    after = Memory(tick.run_id, devices, windows, uses, _removed_counts(memory, devices, tick.run_id))
     unchanged = after.run_id == memory.run_id and devices is memory.devices and windows is memory.windows
     return memory if unchanged and after.uses is memory.uses else after
 

@@ -11,7 +11,7 @@ device.
 - Ratios are integers in millionths. What is left by rounding goes to the largest remainders.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -107,10 +107,10 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def gpus_of(
-    tick: CountedTick, slices_by_gpu: dict[str, int], accounts_by_device: dict[str, DeviceAccounts], split: Split
+    tick: CountedTick, slices_by_gpu: dict[str, int], last_accounts: Mapping[str, DeviceAccounts], split: Split
 ) -> list[Gpu]:
-    """The physical GPUs of a tick. It updates ``slices_by_gpu`` with the slices that the tick reports, and
-    ``accounts_by_device`` where the holders have changed."""
+    """The physical GPUs of a tick. It updates ``slices_by_gpu`` with the slices that the tick reports.
+    ``last_accounts`` are those of the last tick's devices: a device whose holders are the same has them again."""
     devices_by_gpu: dict[str, list[CountedDevice]] = {}
     for device in tick.devices:
         uuid = device.uuid if device.mig is None else device.mig.parent_uuid
@@ -128,8 +128,8 @@ def gpus_of(
             first = next((device for device in devices if device.mig is None), first)
         if uuid not in slices_by_gpu:
             slices_by_gpu[uuid] = default_slices(first)
-        shares = [_share(device, accounts_by_device, split) for device in mig_devices]
-        shares.append(_share(first if first.mig is None else CountedDevice(uuid), accounts_by_device, split))
+        shares = [_share(device, last_accounts, split) for device in mig_devices]
+        shares.append(_share(first if first.mig is None else CountedDevice(uuid), last_accounts, split))
         if mig_devices:
             other_bytes = max(0, shares[-1].memory_bytes - sum([share.memory_bytes for share in shares[:-1]]))
             shares[-1] = msgspec.structs.replace(shares[-1], used=0, tensor=0, memory_bytes=other_bytes)
@@ -149,15 +149,14 @@ def default_slices(device: CountedDevice) -> int:
     return model_slices(device.model)
 
 
-def _share(device: CountedDevice, accounts_by_device: dict[str, DeviceAccounts], split: Split) -> DeviceShare:
+def _share(device: CountedDevice, last_accounts: Mapping[str, DeviceAccounts], split: Split) -> DeviceShare:
     uuid, metrics, gpu_uuid, slices = device.uuid, device.metrics, device.uuid, 0
     if device.mig is not None:
         gpu_uuid, slices = device.mig.parent_uuid, profile_slices(device.mig.profile) or 1
     identities = tuple(map(_identity, device.holders)) if device.state not in ("lost", "timeout") else None
-    accounts = accounts_by_device.get(uuid)
+    accounts = last_accounts.get(uuid)
     if accounts is None or accounts.identities != identities or accounts.gpu_uuid != gpu_uuid:
         accounts = DeviceAccounts(gpu_uuid, None) if identities is None else _device_accounts(gpu_uuid, device.holders)
-        accounts_by_device[uuid] = accounts
     if identities is None:
         return DeviceShare(uuid, slices, accounts, attribution=device.attribution)
     busy, memory = metrics.gpu_utilization_ratio, metrics.memory_used_bytes

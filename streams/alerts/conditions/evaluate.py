@@ -101,12 +101,12 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
     evidence, with holders or without.
     """
     rule = rules.by_name.get(condition.name)
-    if rule is None or _is_device_gone(tick, condition.device, memory):
+    device = next((device for device in tick.devices if device.uuid == condition.device), None)
+    if rule is None or (device is None and _is_removed(condition.device, memory, tick.ts_ms)):
         return True
     about_pod = condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")
     if about_pod and rule.kind != "xid" and not tick.knows_holders(condition.device):
         return False
-    device = next((device for device in tick.devices if device.uuid == condition.device), None)
     if rule.kind in WINDOWED:
         pod, remembered = condition.pod_uid or condition.key, memory.devices.get(condition.device, _EMPTY_DEVICE)
         holders = [holder for holder in device.holders if pod_name(holder) == pod] if device is not None else []
@@ -128,11 +128,9 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
     return not metrics or device is None or any(getattr(device.metrics, metric) is not None for metric in metrics)
 
 
-def _is_device_gone(tick: Tick, uuid: str, memory: Memory) -> bool:
-    """Whether a device was removed, or has been missing for so long that no condition of it holds any more."""
-    if not uuid or any(device.uuid == uuid for device in tick.devices):
-        return False
-    return uuid not in memory.devices or is_gone(memory.devices[uuid], tick.ts_ms)
+def _is_removed(uuid: str, memory: Memory, now_ms: int) -> bool:
+    """Whether a device that a tick lacks was removed, or is gone. A condition of a node is of no device."""
+    return bool(uuid) and (uuid not in memory.devices or is_gone(memory.devices[uuid], now_ms))
 
 
 # -- the checks of a device, by its state

@@ -39,10 +39,8 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
     parts = [part_of([holder.parts for holder in pod.holders]) for pod in view.pods]
     if min([part or 0.0 for part in parts]) >= rule.most_work:
         return
-    device, uids_and_parts = (
-        view.device,
-        [(p.holders[0].pod_uid, part) for p, part in zip(view.pods, parts, strict=True)],
-    )
+    device = view.device
+    uids_and_parts = [(pod.holders[0].pod_uid, part) for pod, part in zip(view.pods, parts, strict=True)]
     work_of_processes, rest = beside_parts(view.work, device.unattributed, device.processes, uids_and_parts)
     for pod, part, process_work in zip(view.pods, parts, work_of_processes, strict=True):
         holder = pod.holders[0]
