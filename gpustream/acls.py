@@ -15,7 +15,7 @@ from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
 from topics import TOPICS
-from topics.reference import filled, generate
+from topics.reference import filled, generate, table
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "kafka.md"
 
@@ -36,55 +36,50 @@ class Acl(NamedTuple):
 def of_component(spec: ComponentSpec) -> list[Acl]:
     """The ACLs that a component needs."""
     topics_by_operation = {"Read": spec.uses.reads, "Write": spec.uses.writes, "Describe": spec.uses.describes}
-    acls = [Acl(operation, "Topic", name) for operation, names in topics_by_operation.items() for name in names]
+    acls = [acl for operation, names in topics_by_operation.items() if names for acl in _on_topics(operation, *names)]
     defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(spec.settings))}
     if "group" in defaults:
         acls.append(Acl("Read", "Group", str(defaults["group"]), prefixed=spec.group_of_each_receiver))
     return acls
 
 
-def _every_topic(*operations: str) -> list[Acl]:
-    return [Acl(operation, "Topic", name) for operation in operations for name in TOPICS]
+def _on_topics(operations: str, *names: str) -> list[Acl]:
+    """The ACLs for each of these operations on these topics; without names on every topic."""
+    return [Acl(operation, "Topic", name) for operation in operations.split() for name in names or TOPICS]
+
+
+def of_components() -> dict[str, list[Acl]]:
+    """The ACLs that each component needs, by its subcommand, in the order of the flow."""
+    registries = {"produce": PRODUCERS, "stream": STREAMS, "sink": SINKS}
+    return {
+        f"{group} {name}": of_component(spec) for group, specs in registries.items() for name, spec in specs.items()
+    }
 
 
 def of_commands() -> dict[str, list[Acl]]:
-    """The ACLs that each command needs, in the order of the flow. Read, Write and AlterConfigs each imply Describe."""
-    registries = {"produce": PRODUCERS, "stream": STREAMS, "sink": SINKS}
-    components = {
-        f"{group} {name}": of_component(spec) for group, specs in registries.items() for name, spec in specs.items()
-    }
+    """The ACLs that each command needs. Read, Write and AlterConfigs each imply Describe."""
+    components = of_components()
+    groups = [acl for acls in components.values() for acl in acls if acl.resource == "Group"]
     return {
         **components,
-        "topics create": _every_topic("Create", "Describe", "AlterConfigs"),
-        "topics list": _every_topic("Describe", "DescribeConfigs"),
-        "top": [Acl("Read", "Topic", name) for name in ("gpu.attributed", "gpu.alerts")],
-        "rules test": [Acl("Read", "Topic", "gpu.attributed")],
-        "alerts": [Acl("Read", "Topic", "gpu.alerts")],
-        "reclaim list": [Acl("Read", "Topic", "gpu.actions")],
-        "reclaim undo": [Acl("Read", "Topic", "gpu.actions"), Acl("Write", "Topic", "gpu.actions")],
-        "usage": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes")],
-        "report": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes", "gpu.alerts")],
+        "topics create": _on_topics("Create Describe AlterConfigs"),
+        "topics list": _on_topics("Describe DescribeConfigs"),
+        "top": _on_topics("Read", "gpu.attributed", "gpu.alerts"),
+        "rules test": _on_topics("Read", "gpu.attributed"),
+        "alerts": _on_topics("Read", "gpu.alerts"),
+        "reclaim list": _on_topics("Read", "gpu.actions"),
+        "reclaim undo": _on_topics("Read Write", "gpu.actions"),
+        "usage": _on_topics("Read", "gpu.usage", "gpu.usage-minutes"),
+        "report": _on_topics("Read", "gpu.usage", "gpu.usage-minutes", "gpu.alerts"),
         "replay": [
-            Acl("Read", "Topic", "gpu.attributed"),
-            *(
-                Acl(operation, "Topic", name)
-                for operation in ("Read", "Write")
-                for name in ("gpu.usage", "gpu.usage-minutes")
-            ),
+            *_on_topics("Read", "gpu.attributed"),
+            *_on_topics("Read Write", "gpu.usage", "gpu.usage-minutes"),
         ],
-        "doctor": [
-            *_every_topic("Read", "DescribeConfigs"),
-            *(
-                acl._replace(operation="Describe")
-                for acls in components.values()
-                for acl in acls
-                if acl.resource == "Group"
-            ),
-        ],
-        "dead-letters list": [Acl("Read", "Topic", DEAD_LETTERS)],
-        "dead-letters show": _every_topic("Read"),
+        "doctor": [*_on_topics("Read DescribeConfigs"), *(acl._replace(operation="Describe") for acl in groups)],
+        "dead-letters list": _on_topics("Read", DEAD_LETTERS),
+        "dead-letters show": _on_topics("Read"),
         "dead-letters resubmit": [
-            *_every_topic("Read", "Write"),
+            *_on_topics("Read Write"),
             Acl("Write", "TransactionalId", "gpustream-dead-letters"),
         ],
     }
@@ -92,7 +87,7 @@ def of_commands() -> dict[str, list[Acl]]:
 
 def markdown() -> str:
     """The page as it should be."""
-    table = ["| command | operation | topics | consumer groups, or transactional id |", "| --- | --- | --- | --- |"]
+    rows: list[tuple[str, str, str, str]] = []
     shell_lines: list[str] = []
     for command, acls in of_commands().items():
         acls_by_operation: dict[str, list[Acl]] = {}
@@ -104,7 +99,7 @@ def markdown() -> str:
             groups = [f"`{acl.name}{'*' * acl.prefixed}`" for acl in granted if acl.resource != "Topic"]
             is_every_topic = len(topics) == len(TOPICS)
             topics_cell = "every topic" if is_every_topic else ", ".join(topics)
-            table.append(f"| `{command}` | {operation} | {topics_cell} | {', '.join(groups)} |")
+            rows.append((f"`{command}`", operation, topics_cell, ", ".join(groups)))
             for prefixed in (False, True):  # a command of the shell is for the one or the other
                 if resources := tuple(acl._replace(operation="") for acl in granted if acl.prefixed == prefixed):
                     operations_by_acls.setdefault(resources, []).append(operation)
@@ -115,7 +110,8 @@ def markdown() -> str:
             shell_lines.append(" ".join(["$ACLS", *options, "\\"]))
             shell_lines += [f'  --{_OPTIONS[acl.resource]} "${{PREFIX}}{acl.name}" \\' for acl in resources]
             shell_lines[-1] = shell_lines[-1].removesuffix(" \\")
-    return filled(PAGE, {"table": "\n".join(table), "commands": "\n".join(["```sh", *shell_lines, "```"])})
+    head = ("command", "operation", "topics", "consumer groups, or transactional id")
+    return filled(PAGE, {"table": table(head, rows), "commands": "\n".join(["```sh", *shell_lines, "```"])})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Out:      ``values.schema.json``, which refuses a value or an option that there 
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 import click
 import yaml
 
-from gpustream.cli import main
-from gpustream.reference import commands
-from topics.reference import generate
+from gpustream.cli import commands
+from topics.reference import filled, generate, table
 
 CHART = Path(__file__).parent.parent / "k8s" / "helm" / "gpustream"
 
@@ -296,9 +294,9 @@ def options_of(command: click.Command) -> dict[str, Any]:
     return properties
 
 
-def schema() -> dict[str, Any]:
-    """The schema of the chart's values."""
-    by_words = {" ".join(path[1:]): command for path, command in commands(main, ("gpustream",))}
+def schema(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of the chart's values, which are ``values`` by default."""
+    by_words = {" ".join(path[1:]): command for path, command in commands()}
     options = {
         name: options_of(by_words.get(command) or by_words[command.split()[0]]) for name, command in COMPONENTS.items()
     }
@@ -334,7 +332,6 @@ def schema() -> dict[str, Any]:
         ),
         "definitions": POD_VALUES,
     }
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     require_defaults(values_schema, values)
     for name in ("defaults", *COMPONENTS):  # a reference has no room for what is required of one component
         if "autoscaling" in values[name]:
@@ -347,39 +344,32 @@ def schema() -> dict[str, Any]:
     return values_schema
 
 
-def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[str]:
+def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
     """The table of values: each with its default and what it is for."""
     for name, property_schema in schema["properties"].items():
         name_path, default = f"{path}{name}", values.get(name) if isinstance(values, dict) else None
         value = POD_VALUES[name] if {"$ref", "allOf"} & property_schema.keys() else property_schema
         if name == "options" or "properties" not in value or (path and "description" in value):
             default_cell = "" if default is None else f"`{json.dumps(default)}`"
-            yield f"| `{name_path}` | {default_cell} | {value.get('description', '')} |"
+            yield f"`{name_path}`", default_cell, value.get("description", "")
         elif not path and name in COMPONENTS:
             properties = value["properties"].items()
             own_schema = {"properties": {key: schema for key, schema in properties if key not in POD_VALUES}}
             yield from rows(own_schema, default, f"{name_path}.")
             for key, own_default in sorted((default or {}).items()):
                 if key in POD_VALUES:
-                    yield f"| `{name_path}.{key}` | `{json.dumps(own_default)}` | As `defaults.{key}`. |"
+                    yield f"`{name_path}.{key}`", f"`{json.dumps(own_default)}`", f"As `defaults.{key}`."
         else:
             yield from rows(value, default, f"{name_path}.")
 
 
-def readme(schema: Mapping[str, Any]) -> str:
-    """The chart's README with its table."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    table = "\n".join(["| value | default | meaning |", "| --- | --- | --- |", *rows(schema, values)])
-    page = (CHART / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"(<!-- values -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + table + m[2], page, flags=re.DOTALL)
-
-
 def files() -> dict[Path, str]:
     """The files as they should be."""
-    values_schema = schema()
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    values_schema, readme = schema(values), CHART / "README.md"
     return {
         CHART / "values.schema.json": json.dumps(values_schema, indent=2) + "\n",
-        CHART / "README.md": readme(values_schema),
+        readme: filled(readme, {"values": table(("value", "default", "meaning"), rows(values_schema, values))}),
     }
 
 

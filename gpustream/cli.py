@@ -4,8 +4,9 @@ A subcommand is one module: its options, what it does, and its output. It is imp
 that runs a component (``produce``, ``stream``, ``sink``) is built here from the component's settings.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import click
@@ -61,7 +62,7 @@ def _component_command(name: str, spec: ComponentSpec) -> click.Command:
     @click.command(
         name, cls=Command, check=lambda values: command.errors(spec, values), help=spec.help, example=spec.example
     )
-    @command.options(command.load(spec.settings), ProcessSettings)
+    @command.options(resolve_name(spec.settings), ProcessSettings)
     def run(**values: Any) -> None:
         from gpustream import logs, serve
 
@@ -82,55 +83,64 @@ def _component_group(name: str, help: str, registry: Mapping[str, ComponentSpec]
 # -- all commands
 
 
-def _module_command(name: str, help: str) -> CommandEntry:  # noqa: A002 - as in click
-    """A command that has the same name as its module."""
-    return CommandEntry(help, lambda: command.load(f"gpustream.{name}:{name}"))
+def _command(target: str, help: str) -> CommandEntry:  # noqa: A002 - as in click
+    """A command by its import string."""
+    return CommandEntry(help, partial(resolve_name, target))
 
 
 COMMANDS = {
-    "run": _module_command("run", "Everything in one process: GPUs, stream, sinks, and a broker if none is given."),
-    "top": CommandEntry(
-        "Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.",
-        lambda: command.load("gpustream.top.command:top"),
+    "run": _command(
+        "gpustream.run:run", "Everything in one process: GPUs, stream, sinks, and a broker if none is given."
     ),
-    "devices": _module_command(
-        "devices", "What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values."
+    "top": _command(
+        "gpustream.top.command:top",
+        "Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.",
+    ),
+    "devices": _command(
+        "gpustream.devices:devices",
+        "What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values.",
     ),
     "produce": _component_group("produce", "Read GPUs and pods, and send what they say to Kafka.", PRODUCERS),
     "stream": _component_group(
         "stream", "Make more of what producers sent: who holds each GPU, alerts, usage.", STREAMS
     ),
     "sink": _component_group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
-    "topics": _module_command("topics", "Create the topics, or compare them with what they should be."),
-    "alerts": _module_command("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
-    "reclaim": _module_command("reclaim", "What was decided about workloads that waste GPUs, and how to take it back."),
-    "usage": CommandEntry(
+    "topics": _command("gpustream.topics:topics", "Create the topics, or compare them with what they should be."),
+    "alerts": _command(
+        "gpustream.alerts:alerts", "List the alerts that fire: since when, where, whose, and what is wrong."
+    ),
+    "reclaim": _command(
+        "gpustream.reclaim:reclaim", "What was decided about workloads that waste GPUs, and how to take it back."
+    ),
+    "usage": _command(
+        "gpustream.usage.command:usage",
         "Say who had how many GPU-hours, what of them was used, and what that costs.",
-        lambda: command.load("gpustream.usage.command:usage"),
     ),
-    "report": CommandEntry(
+    "report": _command(
+        "gpustream.report.command:report",
         "Report who had the GPUs, what was used and wasted, how that changed, and which alerts fired.",
-        lambda: command.load("gpustream.report.command:report"),
     ),
-    "doctor": CommandEntry(
+    "doctor": _command(
+        "gpustream.doctor.command:doctor",
         "Check a running pipeline, in an operator's order: what is wrong, why, what shows it, and what to do next.",
-        lambda: command.load("gpustream.doctor.command:doctor"),
     ),
-    "dead-letters": CommandEntry(
+    "dead-letters": _command(
+        "gpustream.dead_letters.command:dead_letters",
         "List what could not be used and why, show it, and send it again after a fix.",
-        lambda: command.load("gpustream.dead_letters.command:dead_letters"),
     ),
-    "replay": _module_command(
-        "replay", "Make usage again from what gpu.attributed still has, for hours that were not booked."
+    "replay": _command(
+        "gpustream.replay:replay",
+        "Make usage again from what gpu.attributed still has, for hours that were not booked.",
     ),
-    "rules": _module_command(
-        "rules", "Check a file of alert rules, show what holds by it, or try it on what was recorded."
+    "rules": _command(
+        "gpustream.rules:rules", "Check a file of alert rules, show what holds by it, or try it on what was recorded."
     ),
-    "counters": _module_command(
-        "counters", "Check a file of counters, as dcgm-exporter has them, before --counters is given it."
+    "counters": _command(
+        "gpustream.counters:counters",
+        "Check a file of counters, as dcgm-exporter has them, before --counters is given it.",
     ),
-    "compare": _module_command(
-        "compare",
+    "compare": _command(
+        "gpustream.compare:compare",
         "Compare what another exporter says of each GPU and pod with what gpustream says: what differs, and why.",
     ),
 }
@@ -152,3 +162,16 @@ def main() -> None:
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 70 stopped itself to be restarted.
     """
+
+
+def commands(
+    group: click.Group = main, path: tuple[str, ...] = ("gpustream",)
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command that is no group, with the words that run it."""
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        found_command = group.get_command(ctx, name)
+        if isinstance(found_command, click.Group):
+            yield from commands(found_command, (*path, name))
+        elif found_command is not None:
+            yield (*path, name), found_command

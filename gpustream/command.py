@@ -10,11 +10,11 @@ Each option has one environment variable, ``GPUSTREAM_`` and its name, whatever 
 import dataclasses
 import difflib
 import functools
-import importlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, TypeVar
 
 import click
@@ -25,6 +25,7 @@ from delivery.settings import LISTEN, ComponentSpec, ConnectionSettings, Field, 
 from delivery.values import Address
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S")
 Decorator = Callable[[F], F]
 
 _ERRORS = "gpustream.errors"
@@ -193,6 +194,11 @@ def option(name: str, *declarations: str, **attributes: Any) -> Decorator[Any]:
     return click.option(name, *declarations, cls=Option, envvar=envvar(name), show_envvar=True, **attributes)
 
 
+def combined(*decorators: Decorator[Any]) -> Decorator[Any]:
+    """Several options as one decorator, in the order of the help."""
+    return lambda function: functools.reduce(lambda decorated, add: add(decorated), reversed(decorators), function)
+
+
 def options(*records: type[Any], only: Sequence[str] = ()) -> Decorator[Any]:
     """Adds the options of these records, each once, in the order of the help; if ``only`` names fields, only theirs.
 
@@ -241,7 +247,7 @@ OF_CONNECTION = tuple(field.name for field in dataclasses.fields(ConnectionSetti
 
 def connection(values: Mapping[str, Any]) -> Connection:
     """The connection to Kafka that these values of options describe. Raises :class:`UsageErrors`."""
-    settings = ConnectionSettings(**{name: values[name] for name in OF_CONNECTION})
+    settings = record_of(ConnectionSettings, values)
     if messages := settings.errors():
         raise UsageErrors(messages, click.get_current_context())
     return settings.connection()
@@ -288,16 +294,15 @@ def output_format(*names: str, help: str) -> Decorator[Any]:  # noqa: A002 - as 
 # -- settings and components, from the values of options
 
 
-def load(target: str) -> Any:
-    """The object that an import string ``module:name`` names."""
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def record_of(kind: type[S], values: Mapping[str, Any]) -> S:
+    """A record of settings from these values of its fields. A field without a value has its default."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type] # a dataclass
+    return kind(**{field.name: values[field.name] for field in fields if field.name in values})
 
 
 def settings(spec: ComponentSpec, values: Mapping[str, Any]) -> Any:
-    """The settings of a component from these values of its fields. A field without a value has its default."""
-    record = load(spec.settings)
-    return record(**{field.name: values[field.name] for field in dataclasses.fields(record) if field.name in values})
+    """The settings of a component from these values of its fields."""
+    return record_of(resolve_name(spec.settings), values)
 
 
 def errors(spec: ComponentSpec, values: Mapping[str, Any]) -> list[str]:
@@ -308,4 +313,4 @@ def errors(spec: ComponentSpec, values: Mapping[str, Any]) -> list[str]:
 
 def component(spec: ComponentSpec, values: Mapping[str, Any], **hooks: Any) -> Any:
     """The component, with its settings from these values. ``hooks`` are further arguments of its constructor."""
-    return load(spec.component)(settings(spec, values), **hooks)
+    return resolve_name(spec.component)(settings(spec, values), **hooks)

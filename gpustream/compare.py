@@ -9,18 +9,17 @@ On failure: what is wrong with Prometheus, on standard error. Exit code 1 for th
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import aiohttp
 import click
 import msgspec
 
-from delivery import settings as schema
 from delivery.proxy import proxy_of
 from delivery.settings import DURATION, URL
 from delivery.values import counted
-from gpustream.command import LOG_FORMAT, Command, option, options, output_format
+from gpustream.command import LOG_FORMAT, Command, option, options, output_format, record_of
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
 from gpustream.output import FAILED, failed, show
 from sinks.receiver import Credentials
@@ -126,14 +125,7 @@ def _option_errors(values: dict[str, Any]) -> list[str]:
     messages = [text.replace("--url", "--prometheus") for text in url_errors(values["prometheus"])]
     if values["window_s"] < 1:
         messages.append("--window: must be at least 1 s")
-    return [*messages, *_http(values).errors()]
-
-
-def _http(values: Mapping[str, Any]) -> HttpSettings:
-    return HttpSettings(**{name: values[name] for name in _HTTP_FIELDS})
-
-
-_HTTP_FIELDS = tuple(field.name for field in schema.fields(HttpSettings))
+    return [*messages, *record_of(HttpSettings, values).errors()]
 
 
 @click.command(
@@ -191,7 +183,7 @@ def compare(
     1 if anything else differs, or if one of both is not there.
     """
     try:
-        their_readings, our_readings = asyncio.run(gather(prometheus, _http(values), (theirs, ours), window_s))
+        their_readings, our_readings = asyncio.run(gather(prometheus, HttpSettings(**values), (theirs, ours), window_s))
     except PrometheusError as error:
         raise failed(error) from error
     if not their_readings or not our_readings:

@@ -19,7 +19,7 @@ import sinks
 import streams
 from delivery.instruments import Instrument
 from delivery.settings import Text
-from gpustream.cli import main
+from gpustream.cli import commands, main
 from gpustream.command import OF_CONNECTION
 from topics.reference import generate, table
 
@@ -56,7 +56,7 @@ def options_markdown() -> str:
         "them a broker wants.",
         table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
     ]
-    for path, command in commands(main, ("gpustream",)):
+    for path, command in commands():
         title = " ".join(path)
         context = click.Context(command)
         arguments = [f" {param.make_metavar(context)}" for param in command.params if isinstance(param, click.Argument)]
@@ -113,17 +113,6 @@ def metrics_markdown() -> str:
 def files() -> dict[Path, str]:
     """The files as they should be."""
     return {FOLDER / "options.md": options_markdown(), FOLDER / "own-metrics.md": metrics_markdown()}
-
-
-def commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Every command that is no group, with the words that run it."""
-    ctx = click.Context(group)
-    for name in group.list_commands(ctx):
-        command = group.get_command(ctx, name)
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-        elif command is not None:
-            yield (*path, name), command
 
 
 def sections() -> Iterator[MetricsSection]:

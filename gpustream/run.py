@@ -129,7 +129,7 @@ def _option_errors(values: dict[str, Any]) -> list[str]:
         useless = [name for name in OF_CONNECTION if name.startswith("kafka_") and values[name] is not None]
         values = {**values, "kafka": HOST_PORTS.example}
     messages = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in useless]
-    naming = NamingSettings(**{field.name: values[field.name] for field in dataclasses.fields(NamingSettings)})
+    naming = command.record_of(NamingSettings, values)
     return messages + naming.naming_errors() + command.errors(producer, {**values, "fleet": simulate})
 
 

@@ -8,9 +8,9 @@ On failure: a broker that does not answer is a sentence and exit code 1.
 import base64
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import click
 import orjson
@@ -19,7 +19,17 @@ from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
 from delivery.values import counted
 from gpustream import history
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, options, output_format
+from gpustream.command import (
+    KAFKA,
+    LOG_FORMAT,
+    Argument,
+    Command,
+    CommandGroup,
+    combined,
+    option,
+    options,
+    output_format,
+)
 from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
     ALREADY_SENT,
@@ -43,17 +53,13 @@ _LETTER = Text("PARTITION:OFFSET", letter_id, "0:17")
 By = Literal["reason", "topic", "node", "letter"]
 
 
-def _filter_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    decorators = (
-        option("--since", "since_s", type=DURATION, default="7d", help="Letters of this time, from now back."),
-        option("--topic", help="Only letters of records of this topic."),
-        option("--stage", help="Only letters of this component, such as attribution or remote-write."),
-        option("--reason", help="Only letters of this reason, as the list has it."),
-        option("--key", metavar="CLUSTER/NODE", help="Only letters of this node: the key of their records."),
-    )
-    for decorator in reversed(decorators):
-        function = decorator(function)
-    return function
+_FILTER_OPTIONS = combined(
+    option("--since", "since_s", type=DURATION, default="7d", help="Letters of this time, from now back."),
+    option("--topic", help="Only letters of records of this topic."),
+    option("--stage", help="Only letters of this component, such as attribution or remote-write."),
+    option("--reason", help="Only letters of this reason, as the list has it."),
+    option("--key", metavar="CLUSTER/NODE", help="Only letters of this node: the key of their records."),
+)
 
 
 def _filter_of(values: Mapping[str, str | None]) -> LetterFilter:
@@ -74,7 +80,7 @@ def dead_letters() -> None:
     ),
 )
 @KAFKA
-@_filter_options
+@_FILTER_OPTIONS
 @option("--by", type=click.Choice(["reason", "topic", "node", "letter"]), default="reason", help="A line for each.")
 @output_format("text", "json", help="json: an object a line.")
 @LOG_FORMAT
@@ -232,7 +238,7 @@ def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:
 @click.argument("letters", cls=Argument, type=_LETTER, nargs=-1)
 @KAFKA
 @options(KafkaSettings, only=("compression",))
-@_filter_options
+@_FILTER_OPTIONS
 @option("--yes", is_flag=True, help="Send them. Without it, only what would be sent is said.")
 @LOG_FORMAT
 def resubmit(

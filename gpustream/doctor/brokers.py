@@ -13,19 +13,13 @@ from delivery.kafka_admin import Acl, BrokerError
 from delivery.values import counted
 from gpustream import acls
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation
-from producers import PRODUCERS
-from sinks import SINKS
-from streams import STREAMS
 from topics import TOPICS, samples
 
 MIN_FREE_RATIO = 0.05
 """A disk is nearly full if less than this ratio of it is free."""
 
 COMPONENTS = {
-    f"{group} {name}": acls.of_component(row)
-    for group, rows in (("produce", PRODUCERS), ("stream", STREAMS), ("sink", SINKS))
-    for name, row in rows.items()
-    if group != "produce" or name in ("node", "cluster")
+    name: needed for name, needed in acls.of_components().items() if name not in ("produce replay", "produce simulated")
 }
 """The ACLs that each component needs, by its subcommand. Simulated fleets need those of the real producers."""
 

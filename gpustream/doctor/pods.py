@@ -7,10 +7,8 @@ Out:      findings.
 import difflib
 from collections.abc import Iterator
 
-import click
-
 from delivery.values import counted
-from gpustream import command
+from gpustream.cli import commands
 from gpustream.doctor.kubernetes import COMPONENT, OWNERS, component_of, last_termination, statuses, timestamp_ms
 from gpustream.doctor.situation import CheckResult, Cluster, Finding, Json, Situation
 from producers.cluster.config import LEASE_NAME
@@ -254,16 +252,8 @@ def _unknown_variables(cluster: Cluster) -> Iterator[Finding]:
 
 def option_variables() -> frozenset[str]:
     """The environment variable of every option of every command."""
-
-    def variables_of(cmd: click.Command) -> Iterator[str]:
-        if isinstance(cmd, click.Group):
-            ctx = click.Context(cmd)
-            for name in cmd.list_commands(ctx):
-                if (subcommand := cmd.get_command(ctx, name)) is not None:
-                    yield from variables_of(subcommand)
-        yield from (param.envvar for param in cmd.params if isinstance(param.envvar, str))
-
-    return frozenset(variables_of(command.load("gpustream.cli:main")))
+    params = [param for _, command in commands() for param in command.params]
+    return frozenset(param.envvar for param in params if isinstance(param.envvar, str))
 
 
 def _lease_findings(situation: Situation, cluster: Cluster) -> Iterator[Finding]:

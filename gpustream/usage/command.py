@@ -6,7 +6,6 @@ Out:      a table, CSV or JSON on standard output; a bill whose charges are divi
 On failure: what is wrong, in a sentence, and exit code 1; errors in the command line, and exit code 2.
 """
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -26,7 +25,7 @@ from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
 from delivery.values import counted
 from gpustream import history
-from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, option, output_format
+from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, combined, option, output_format
 from gpustream.history import utc
 from gpustream.output import FAILED, answer, cell, csv_lines, failed, printable, written
 from gpustream.usage import read
@@ -103,7 +102,7 @@ def _whole_minutes(text: str) -> float:
 
 def time_options(default: str) -> Decorator[Any]:
     """The options of a time range: ``since_s``, ``first`` and ``last``. ``default``: its length if none is given."""
-    decorators = (
+    return combined(
         option(
             "--since",
             "since_s",
@@ -121,9 +120,6 @@ def time_options(default: str) -> Decorator[Any]:
             ),
         ),
         option("--to", "last", type=TIME, show_default="now", help="When the time ends, written as --from."),
-    )
-    return lambda function: functools.reduce(
-        lambda decorated, decorator: decorator(decorated), reversed(decorators), function
     )
 
 

@@ -7,15 +7,14 @@ import click
 import pytest
 import yaml
 
-from gpustream.cli import main
-from gpustream.reference import commands
+from gpustream.cli import commands
 from tests.docs.page import ROOT
 from topics.profiles import PROFILES, Profile
 
 PAGES = sorted((ROOT / "docs" / "how-to" / "migrate").glob("*.md"))
 OPTIONS = {
     option
-    for _, command in commands(main, ())
+    for _, command in commands()
     for param in command.params
     if isinstance(param, click.Option)
     for option in param.opts

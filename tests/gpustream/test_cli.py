@@ -5,8 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import click
 import pytest
@@ -16,7 +16,7 @@ from delivery import settings
 from delivery.settings import ComponentSpec
 from gpustream import command
 from gpustream.cli import COMMANDS as LISTED
-from gpustream.cli import main
+from gpustream.cli import commands, main
 from gpustream.reference import options_markdown
 from producers import PRODUCERS
 from sinks import SINKS
@@ -29,17 +29,7 @@ def _invoke(*args: str, **env: str) -> Result:
     return CliRunner().invoke(main, list(args), env=env)
 
 
-def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    ctx = click.Context(group)
-    for name in group.list_commands(ctx):
-        found_command = group.get_command(ctx, name)
-        if isinstance(found_command, click.Group):
-            yield from _commands(found_command, (*path, name))
-        elif found_command is not None:
-            yield (*path, name), found_command
-
-
-COMMANDS = dict(_commands())
+COMMANDS = dict(commands(path=()))
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -89,7 +79,7 @@ def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict
     for name, row in registry.items():
         path = (group, name)
         options = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
-        fields = {field.name for field in settings.fields(command.load(row.settings))}
+        fields = {field.name for field in settings.fields(resolve_name(row.settings))}
 
         assert fields | EVERYWHERE == options
 

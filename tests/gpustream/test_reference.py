@@ -3,7 +3,7 @@
 import click
 
 from gpustream import acls, reference
-from gpustream.cli import main
+from gpustream.cli import commands
 from topics.reference import stale
 
 
@@ -14,7 +14,7 @@ def test_the_pages_are_fresh() -> None:
 def test_every_option_of_every_command_is_in_the_page() -> None:
     text = reference.options_markdown()
     of_all = text.split("## How Kafka is reached\n")[1].split("\n## ")[0]
-    for path, command in reference.commands(main, ("gpustream",)):
+    for path, command in commands():
         section = text.split(f"## {' '.join(path)}\n")[1].split("\n## ")[0]
         section += of_all if "`--kafka " in section else ""
         for param in command.params:
@@ -25,9 +25,7 @@ def test_every_option_of_every_command_is_in_the_page() -> None:
 
 def test_every_command_that_reaches_a_broker_has_its_rights_listed_but_run_which_does_what_its_parts_do() -> None:
     reaching = {
-        " ".join(path[1:])
-        for path, command in reference.commands(main, ("gpustream",))
-        if any("--kafka" in param.opts for param in command.params)
+        " ".join(path[1:]) for path, command in commands() if any("--kafka" in param.opts for param in command.params)
     }
 
     assert reaching - {"run"} == set(acls.of_commands())
