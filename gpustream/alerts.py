@@ -23,7 +23,7 @@ from delivery.settings import READABLE_FILE
 from delivery.values import duration_words
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
-from gpustream.output import answer, json_lines, printable, show_or_say
+from gpustream.output import answer, json_lines, printable, second, show
 from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
 from streams.alerts.rules import rules_file
@@ -86,7 +86,7 @@ async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> 
     if form == "json":
         json_lines(dict(zip(POLICY_COLUMNS, row, strict=True)) for row in rows)
     else:
-        show_or_say(POLICY_COLUMNS, rows, "no pod has a policy of its own")
+        show(POLICY_COLUMNS, rows, nothing="no pod has a policy of its own")
 
 
 def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
@@ -122,7 +122,7 @@ async def _show(connection: Connection, form: Form, *, follow: bool) -> None:
         if form == "json":
             json_lines(firing)
         else:
-            show_or_say(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], "no alert fires", style)
+            show(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], style, nothing="no alert fires")
         if not follow:
             return
         async for records in reader.after(spans):
@@ -200,7 +200,7 @@ def row(alert: Alert, now: datetime) -> AlertRow:
     elif nodes and gpu_indices:
         where = f"{alert.cluster}/{nodes[0]} GPU {gpu_indices}"
     cells = AlertRow(
-        since=f"{alert.starts_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}",
+        since=second(alert.starts_at),
         lasted=lasted((alert.ends_at or now) - alert.starts_at),
         severity=alert.severity,
         alert=alert.name,

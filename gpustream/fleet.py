@@ -354,16 +354,27 @@ class Fleet:
         return (device for device in self.devices() if not device.mig)
 
     def _holders(self, node: str, device: TickDevice) -> list[Holder]:
-        """Each pod that holds the device, once; each process on a device that no pod holds."""
+        """Each pod that holds the device, once; each process on a device that no pod holds. A holder that was not given
+        the device is not idle."""
         if device.holders:
             pods = by_pod(device.holders)
-            return _with_idleness(device, [(_pod(holders), pod.pod_uid) for pod, holders in pods.items()])
-        processes = [
-            Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
-                   process.memory_used_bytes)
-            for process in device.processes or ()
-        ]  # fmt: skip
-        return _with_idleness(device, [(process, None) for process in processes])
+            holders = [_pod(containers) for containers in pods.values()]
+            uids, processes = [pod.pod_uid for pod in pods], device.processes
+        else:
+            holders = [
+                Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
+                       process.memory_used_bytes)
+                for process in device.processes or ()
+            ]  # fmt: skip
+            uids, processes = [None] * len(holders), ()  # the part of a process is its work
+        work, observed = work_of(device.metrics), {(pod.namespace, pod.pod) for pod in device.holders if pod.observed}
+        uids_and_parts = [(uid, holder.used_ratio) for holder, uid in zip(holders, uids, strict=True)]
+        work_of_processes, rest = beside_parts(work, device.unattributed, processes, uids_and_parts)
+        with_idleness = []
+        for holder, process_work in zip(holders, work_of_processes, strict=True):
+            is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, process_work, rest) is True
+            with_idleness.append(holder._replace(idle=is_known_idle and (holder.namespace, holder.pod) not in observed))
+        return with_idleness
 
 
 def _pod(holders: Sequence[TickHolder]) -> Holder:
@@ -372,19 +383,6 @@ def _pod(holders: Sequence[TickHolder]) -> Holder:
     workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
     team = first.labels.get("team") or first.namespace_labels.get("team", "")
     return Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts))
-
-
-def _with_idleness(device: TickDevice, holders_and_uids: Sequence[tuple[Holder, str | None]]) -> list[Holder]:
-    """The holders of a device, each with whether it is idle. One that was not given the device is not."""
-    work, observed = work_of(device.metrics), {(pod.namespace, pod.pod) for pod in device.holders if pod.observed}
-    uids_and_parts = [(uid, holder.used_ratio) for holder, uid in holders_and_uids]
-    processes = device.processes if device.holders else ()  # else each holder is a process, and its part is its work
-    work_of_processes, rest = beside_parts(work, device.unattributed, processes, uids_and_parts)
-    holders = []
-    for (holder, _), process_work in zip(holders_and_uids, work_of_processes, strict=True):
-        is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, process_work, rest) is True
-        holders.append(holder._replace(idle=is_known_idle and (holder.namespace, holder.pod) not in observed))
-    return holders
 
 
 def pods(devices: Iterable[Device]) -> list[Use]:

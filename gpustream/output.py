@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -54,24 +55,19 @@ def is_screen() -> bool:
     return interactive and os.environ.get("TERM", "") not in ("", "dumb")
 
 
-def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:
-    """A table on a terminal, tab-separated fields elsewhere."""
-    if sys.stdout.isatty():
-        Console().print(table(columns, rows, style))
-    else:
+def show(
+    columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "", *, nothing: str = ""
+) -> None:
+    """A table on a terminal, or there the sentence ``nothing`` in place of an empty one; elsewhere tab-separated
+    fields."""
+    if not sys.stdout.isatty():
         click.echo("\t".join(columns))
         for row in rows:
             click.echo("\t".join(map(printable, row)))
-
-
-def show_or_say(
-    columns: Sequence[str], rows: Sequence[Row], nothing: str, style: Callable[[Row], str] = lambda _: ""
-) -> None:
-    """As :func:`show`, but without rows it prints the sentence ``nothing`` on a terminal."""
-    if not rows and sys.stdout.isatty():
+    elif nothing and not rows:
         click.echo(nothing)
     else:
-        show(columns, rows, style)
+        Console().print(table(columns, rows, style))
 
 
 def json_lines(records: Iterable[Any]) -> None:
@@ -94,6 +90,11 @@ def printable(text: object, replacement: str = "?") -> str:
     if shown.isprintable():
         return shown
     return "".join(character if character.isprintable() else replacement for character in shown)
+
+
+def second(at: datetime) -> str:
+    """A time to the second, as people read it: ``2026-11-22 13:00:05Z``."""
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
 def cell(name: str) -> str:

@@ -26,7 +26,7 @@ from delivery.sender import Sender, Unsendable
 from delivery.settings import READABLE_FILE
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, output_format
-from gpustream.output import answer, json_lines, printable, show_or_say
+from gpustream.output import answer, json_lines, printable, second, show
 from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import Objection, describe, unpatch, was_undone
 from sinks.reclaim.ledger import OVER
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 Form = Literal["table", "json"]
 COLUMNS = ("at", "action", "state", "cluster", "what", "when", "why")
-_TIME = "%Y-%m-%d %H:%M:%SZ"
 _decode = decoder(Action)
 
 
@@ -70,15 +69,15 @@ def list_(connection: Connection, namespace: str | None, form: Form) -> None:
         return
     table_rows = []
     for action in rows:
-        at, due, object_text = f"{action.at.astimezone(UTC):{_TIME}}", "", f"namespace {action.namespace}"
+        due, object_text = "", f"namespace {action.namespace}"
         if action.action and action.target:
             object_text = describe(action.action, action.target, action.namespace)
         if action.due_at is not None and action.state == "planned":
-            due = f"{action.due_at.astimezone(UTC):{_TIME}}"
+            due = second(action.due_at)
         reason = " ".join(f"{action.reason or action.alert}: {action.message}".split())
-        cells = (at, action.id, action.state, action.cluster, object_text, due, reason)
+        cells = (second(action.at), action.id, action.state, action.cluster, object_text, due, reason)
         table_rows.append(tuple(printable(cell, "") for cell in cells))
-    show_or_say(COLUMNS, table_rows, "nothing was decided")
+    show(COLUMNS, table_rows, nothing="nothing was decided")
 
 
 @reclaim.command("undo", cls=Command, example="gpustream reclaim undo 3f5a0c8e9b1d2c47 --kafka 127.0.0.1:9092")

@@ -9,9 +9,8 @@ On failure: errors of the file, each with its line, on standard error and exit c
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 import msgspec
@@ -22,7 +21,7 @@ from delivery.settings import ConnectionSettings, Text
 from delivery.values import counted, duration_words, start_from
 from gpustream import alerts, history
 from gpustream.command import LOG_FORMAT, Argument, Command, CommandGroup, connection, option, options, output_format
-from gpustream.output import FAILED, answer, failed, json_lines, show, show_or_say
+from gpustream.output import FAILED, answer, failed, json_lines, second, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
@@ -137,13 +136,13 @@ def test(
     if input is None:
         answer(_read(connection(values), start, trial))
     else:
-        for recorded in _lines(input):
-            trial.evaluate(recorded)
+        for line, source in _lines(input):
+            trial.evaluate(line, source)
     trial.end()
     if form == "json":
         json_lines(sorted(trial.transitions, key=lambda alert: (alert.ends_at or alert.starts_at, alert.fingerprint)))
     else:
-        show_or_say(COLUMNS, rows(trial.transitions), "nothing would have fired")
+        show(COLUMNS, rows(trial.transitions), nothing="nothing would have fired")
     click.echo(trial.summary(), err=True)
     raise SystemExit(FAILED if trial.malformed else 0)
 
@@ -160,14 +159,6 @@ def _or_exit(read: Callable[[Path], R], path: Path) -> R:
         raise SystemExit(FAILED) from error
 
 
-class Recorded(NamedTuple):
-    """A record. ``source`` names its place in messages; ``logged_ms`` is its log time, if that is known."""
-
-    value: bytes
-    source: str
-    logged_ms: int | None = None
-
-
 class Trial:
     """A test of rules: evaluates records, and keeps the transitions that they cause."""
 
@@ -176,14 +167,15 @@ class Trial:
         self.transitions: list[Alert] = []
         self.malformed = 0
 
-    def evaluate(self, recorded: Recorded) -> None:
-        """Evaluates a record. The first few that are no ticks are named on standard error."""
+    def evaluate(self, value: bytes, source: str, logged_ms: int | None = None) -> None:
+        """Evaluates a record, with its log time if that is known. The first few that are no ticks are named on standard
+        error by their ``source``."""
         try:
-            self.transitions += self._replay.judge(ticks.decode(recorded.value), recorded.logged_ms)
+            self.transitions += self._replay.judge(ticks.decode(value), logged_ms)
         except msgspec.DecodeError as error:
             self.malformed += 1
             if self.malformed <= _MAX_NAMED:
-                click.echo(f"{recorded.source}: not a record of gpu.attributed: {error}", err=True)
+                click.echo(f"{source}: not a record of gpu.attributed: {error}", err=True)
 
     def end(self) -> None:
         """Ends the test: there are no more records."""
@@ -198,14 +190,14 @@ class Trial:
         return f"{read}{again}{malformed}: {counted(fired, 'alert')} would have fired"
 
 
-def _lines(path: Path) -> Iterator[Recorded]:
-    """The lines of a file. One that can't be read ends the command."""
+def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
+    """The lines of a file, each with its place. A file that can't be read ends the command."""
     name = "standard input" if str(path) == "-" else str(path)
     try:
         with click.open_file(str(path), "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield Recorded(line, f"{name}:{number}")
+                    yield line, f"{name}:{number}"
     except OSError as error:
         raise failed(f"{path}: {error.strerror}") from error
 
@@ -220,7 +212,7 @@ async def _read(connection: Connection, start: str | float, trial: Trial) -> Non
                 for record in records:
                     if record.timestamp >= from_ms and record.value is not None:
                         source = f"{record.topic}[{record.partition}]@{record.offset}"
-                        trial.evaluate(Recorded(record.value, source, record.timestamp))
+                        trial.evaluate(record.value, source, record.timestamp)
 
 
 def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:
@@ -232,7 +224,6 @@ def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:
     for alert in sorted(latest.values(), key=lambda alert: (alert.starts_at, alert.name, alert.fingerprint)):
         cells, ended = alerts.row(alert, alert.starts_at), ("-", "-", "-")
         if alert.ends_at is not None:
-            ended_at = f"{alert.ends_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
-            ended = (ended_at, cells.lasted, alert.resolved_because or "-")
+            ended = (second(alert.ends_at), cells.lasted, alert.resolved_because or "-")
         table_rows.append((cells.since, *ended[:2], *cells[2:6], ended[2], cells.summary))
     return table_rows

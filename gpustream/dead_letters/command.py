@@ -9,7 +9,6 @@ import base64
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 import click
@@ -43,8 +42,9 @@ from gpustream.dead_letters.letters import (
     original,
     refusal_reason,
 )
-from gpustream.output import FAILED, answer, failed, json_lines, printable, show_or_say
+from gpustream.output import FAILED, answer, failed, json_lines, printable, second, show
 from topics import dead_letters as contract
+from topics.times import time_of
 
 _FOREVER_S = 365 * 86_400.0
 
@@ -92,7 +92,7 @@ def list_letters(
     if form == "json":
         json_lines(group._asdict() for group in rows)
     else:
-        show_or_say(LetterGroup._fields, [tuple(map(str, group)) for group in rows], "no dead letter")
+        show(LetterGroup._fields, [tuple(map(str, group)) for group in rows], nothing="no dead letter")
 
 
 class LetterGroup(NamedTuple):
@@ -130,7 +130,7 @@ def group_of(letter: Letter) -> LetterGroup:
     return LetterGroup(
         1,
         int(letter.resubmitted),
-        _time(letter),
+        second(time_of(letter.logged_ms)),
         cause.stage,
         cause.origin.topic,
         cause.reason,
@@ -155,10 +155,6 @@ def merge_groups(first: LetterGroup, second: LetterGroup) -> LetterGroup:
         key=common(first.key, second.key),
         last_letter=first.last_letter if first.last > second.last else second.last_letter,
     )
-
-
-def _time(letter: Letter) -> str:
-    return f"{datetime.fromtimestamp(letter.logged_ms / 1000, UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
 @dead_letters.command("show", cls=Command, example="gpustream dead-letters show 3:17 --kafka kafka-0:9092")
@@ -213,7 +209,7 @@ async def _find(connection: Connection, letter_id: LetterId) -> tuple[Letter, Or
 def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:
     name, partition, offset = letter.cause.origin
     size = counted(letter.cause.length, "byte")
-    yield f"letter    {letter.id}, of {_time(letter)}"
+    yield f"letter    {letter.id}, of {second(time_of(letter.logged_ms))}"
     yield f"from      {name} partition {partition} offset {offset}, key {printable(letter.key_text) or 'not kept'}"
     yield f"stage     {printable(letter.cause.stage)}"
     yield f"error     {printable(letter.cause.error)}"

@@ -47,13 +47,12 @@ _BEGIN_S = 30.0
 
 
 class Resubmission:
-    """Sends letters again, each with its receipt in one transaction; see :func:`resubmitting`."""
+    """Sends letters again, each with its receipt in one transaction; see :func:`open_resubmission`."""
 
     def __init__(self, connection: Connection, sender: Any) -> None:
         self._connection, self._sender = connection, sender
         self._batch: list[tuple[Letter, Original, list[Original]]] = []
         self._bytes = 0
-        self.sent = 0
 
     async def add(self, letter: Letter, record: Original, snapshots: list[Original]) -> None:
         """Sends a letter's record after the ``snapshots`` that it names, now or with the next batch."""
@@ -94,7 +93,6 @@ class Resubmission:
         except KafkaError as error:
             ids = ", ".join(str(letter.id) for letter, *_ in batch[:10])
             raise BrokerError(f"letters {ids} ...: not sent: {describe(error)}. Run the command again") from error
-        self.sent += len(batch)
 
 
 @contextlib.asynccontextmanager
@@ -146,12 +144,9 @@ async def resubmit(connection: Connection, since_s: float, letter_filter: Letter
             if letter not in letter_filter:
                 continue
             missing.discard(letter.id)
-            reason, record = refusal_reason(letter), None
-            if reason is None:
-                record = await original(originals, letter)
-                reason = record if isinstance(record, str) else None
-            if not isinstance(record, Original):
-                result.not_sent.setdefault(reason or "", []).append(letter.id)
+            record = refusal_reason(letter) or await original(originals, letter)
+            if isinstance(record, str):  # the reason why it is not sent
+                result.not_sent.setdefault(record, []).append(letter.id)
                 continue
             if resubmission is not None:
                 await resubmission.add(letter, record, await snapshots.named_by(letter, record))

@@ -243,12 +243,17 @@ async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetri
 async def query_prometheus(url: str) -> Prometheus:
     """A Prometheus: the newest sample of each node, its rules and its configuration.
 
-    Every device has ``gpu_info`` in every profile; with ``--counters`` there is only what the file names."""
+    Every device has ``gpu_info`` in every profile; with ``--counters`` there is only what the file names, of which the
+    counter of most devices is taken."""
     base = url.rstrip("/")
     newest_ms: dict[NodeName, int] = {}
     try:
         async with aiohttp.ClientSession(timeout=_TIMEOUT, proxy=proxy_of(base)) as session:
-            for labels, value in await _newest(session, base):
+            rows = await _instant(session, base, _QUERY.format(name="gpu_info"))
+            if not rows and (counters := await _instant(session, base, _COUNTERS_QUERY)):
+                most, _ = max(counters, key=lambda row: row[1])
+                rows = await _instant(session, base, _QUERY.format(name=most["__name__"]))
+            for labels, value in rows:
                 cluster = next((labels[label] for label in _CLUSTER_LABELS if label in labels), "")
                 node = next((labels[label] for label in _NODE_LABELS if label in labels), "")
                 name = NodeName(cluster, node)
@@ -272,15 +277,6 @@ async def query_prometheus(url: str) -> Prometheus:
         broken_rules=broken,
         reload_failed=any(value == 0 for _, value in reloads),
     )
-
-
-async def _newest(session: aiohttp.ClientSession, base: str) -> list[tuple[dict[str, str], float]]:
-    """When the newest sample of each node was written, in seconds: of ``gpu_info``, else of the counter of most
-    devices."""
-    if rows := await _instant(session, base, _QUERY.format(name="gpu_info")):
-        return rows
-    series = {labels["__name__"]: count for labels, count in await _instant(session, base, _COUNTERS_QUERY)}
-    return await _instant(session, base, _QUERY.format(name=max(series, key=series.__getitem__))) if series else []
 
 
 async def _instant(session: aiohttp.ClientSession, base: str, query: str) -> list[tuple[dict[str, str], float]]:
