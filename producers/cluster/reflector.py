@@ -332,7 +332,7 @@ class Reflector:
         self._listener.begin()
         async with self._limit_list(self._list_within_s):
             async for line in lines:
-                event = self._decode_event(self._whole(line))
+                event = self._decode_event(line)
                 if event.type != "BOOKMARK":
                     self._dispatch(event)
                     continue
@@ -353,23 +353,21 @@ class Reflector:
                 raise
             raise Restart("slow", f"the list did not end within {seconds:g} s") from error
 
-    def _whole(self, line: bytes | None) -> bytes:
-        """The line. Raises Restart if it was too long: its object is in a page, which may be larger."""
-        if line is None:
-            self._count("too_long")
-            problem = f"an event of more than {self._largest_line_bytes} bytes; its object is listed in pages"
-            raise Restart("too_long", problem, relist=True)
-        return line
-
     def _handle(self, line: bytes | None) -> None:
-        event = self._decode_event(self._whole(line))
+        event = self._decode_event(line)
         version = self._version
         if event.type in _CHANGES or event.type == "BOOKMARK":
             version = _parse(_versioned, event.object).metadata.version
         self._dispatch(event)
         self._version = version
 
-    def _decode_event(self, line: bytes) -> _WatchEvent:
+    def _decode_event(self, line: bytes | None) -> _WatchEvent:
+        """The event of a line; None: a line that was too long, whose object is in a page, which may be larger. Raises
+        Restart."""
+        if line is None:
+            self._count("too_long")
+            problem = f"an event of more than {self._largest_line_bytes} bytes; its object is listed in pages"
+            raise Restart("too_long", problem, relist=True)
         event = _parse(_event, line, "a line that is no event")
         self._last_event_s = time.monotonic()
         self._count(event.type if event.type in names.EVENT_TYPES else "other")

@@ -5,7 +5,7 @@ Times are milliseconds since the fleet's start; those before it are negative.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
@@ -88,7 +88,7 @@ class SimulatedPod:
     containers: tuple[PodContainer, ...]
     labels: dict[str, str]
     owners: tuple[dict[str, str], ...]
-    seed: float = field(default=0.0)
+    seed: float = 0.0
     story: Story | None = None
 
     def label(self, container: PodContainer, device: int, at_ms: int) -> Label:

@@ -134,8 +134,24 @@ class Nvml:
         self._threads = threading.local()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The answer of pynvml's ``function``, for one that concerns no GPU or has no answer to fill in."""
-        return self._call(function, *arguments)
+        """The answer of pynvml's ``function``, for one that concerns no GPU or has no answer to fill in. One that
+        pynvml lacks gives the same error as one that the driver lacks."""
+        pynvml_function = getattr(pynvml, function, None)
+        if pynvml_function is None:
+            raise NvmlError(FUNCTION_NOT_FOUND)
+        try:
+            answer = pynvml_function(*arguments)
+        except pynvml.NVMLError as error:
+            if error.value == 0:
+                return []
+            raise NvmlError(error.value) from None
+        except pynvml.NVMLLibraryMismatchError:
+            raise NvmlError(FUNCTION_NOT_FOUND) from None
+        except UnicodeError:  # the answer is a name that is not valid text
+            raise NvmlError(UNKNOWN) from None
+        if answer == "" or (isinstance(answer, _HANDLE_TYPES) and not answer):
+            raise NvmlError(NOTHING_FILLED_IN)
+        return answer
 
     def count(self) -> int:
         """How many GPUs there are, including those that can't be opened. A number that can't be true is an error."""
@@ -146,7 +162,7 @@ class Nvml:
         return int(count.value)
 
     def handle(self, index: int) -> Handle:
-        return Handle(self._call("nvmlDeviceGetHandleByIndex", index))
+        return Handle(self.call("nvmlDeviceGetHandleByIndex", index))
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """The answer of pynvml's ``function`` for a device; an empty list if there is nothing to list.
@@ -176,7 +192,7 @@ class Nvml:
             return _LISTS[function](function, handle, *arguments)
         answer_types = _ANSWER_TYPES.get(function)
         if answer_types is None:
-            return self._call(function, handle, *arguments)
+            return self.call(function, handle, *arguments)
         answers = [_unfilled(answer_type) for answer_type in answer_types]
         _fill(function, (handle, *map(_UINT, arguments)), answers)
         result = [answer if isinstance(answer, ctypes.Structure) else answer.value for answer in answers]
@@ -227,17 +243,18 @@ class Nvml:
         for answer, number in zip(answers, metrics, strict=True):
             answer.metricId = number
             answer.nvmlReturn = _UNFILLED  # otherwise the last call's code would look like this one's
-        self._call("nvmlGpmMetricsGet", request)
+        self.call("nvmlGpmMetricsGet", request)
         return [FieldValue(_code(answer.nvmlReturn), 0 if answer.nvmlReturn else answer.value, 0) for answer in answers]
 
     def address(self, handle: Handle) -> int:
-        """The address that a GPU's handle and its events have in common."""
-        return _address(handle)
+        """The address that a GPU's handle and its events have in common: NVML returns a new ctypes pointer each time,
+        but to the same address."""
+        return ctypes.cast(handle, ctypes.c_void_p).value or 0  # type: ignore[arg-type] # it is one of ctypes
 
     def wait(self, events: EventSet, within_ms: int) -> NvmlEvent | None:
         """The next event; None if there is none within ``within_ms``."""
         try:
-            event = self._call("nvmlEventSetWait_v2", events, within_ms)
+            event = self.call("nvmlEventSetWait_v2", events, within_ms)
         except NvmlError as error:
             if error.code == TIMEOUT:
                 return None
@@ -245,32 +262,7 @@ class Nvml:
         if not event.eventType:  # nothing was filled in
             return None
         instances = _instance(event.gpuInstanceId), _instance(event.computeInstanceId)
-        return NvmlEvent(_address(event.device), event.eventType, event.eventData, *instances)
-
-    def _call(self, function: str, *arguments: Any) -> Any:
-        """Call pynvml's function of that name. One that pynvml lacks gives the same error as one that the driver
-        lacks."""
-        pynvml_function = getattr(pynvml, function, None)
-        if pynvml_function is None:
-            raise NvmlError(FUNCTION_NOT_FOUND)
-        try:
-            answer = pynvml_function(*arguments)
-        except pynvml.NVMLError as error:
-            if error.value == 0:
-                return []
-            raise NvmlError(error.value) from None
-        except pynvml.NVMLLibraryMismatchError:
-            raise NvmlError(FUNCTION_NOT_FOUND) from None
-        except UnicodeError:  # the answer is a name that is not valid text
-            raise NvmlError(UNKNOWN) from None
-        if answer == "" or (isinstance(answer, _HANDLE_TYPES) and not answer):
-            raise NvmlError(NOTHING_FILLED_IN)
-        return answer
-
-
-def _address(handle: Any) -> int:
-    """The address that a handle points to: NVML returns a new ctypes pointer each time, but to the same address."""
-    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+        return NvmlEvent(self.address(event.device), event.eventType, event.eventData, *instances)
 
 
 def _instance(number: int) -> int | None:

@@ -316,10 +316,8 @@ class PhysicalGpu:
         """Read the model, the bus id, the versions and so on. Those that fail are asked for again later; those that
         were read once stay. Raises GpuLost."""
         previous, handle, optional = self._identity or {}, self.handle, self.calls.optional
-        model, pci = (
-            optional("nvmlDeviceGetName", handle, "model"),
-            optional("nvmlDeviceGetPciInfo", handle, "pci_bus_id"),
-        )
+        model = optional("nvmlDeviceGetName", handle, "model")
+        pci = optional("nvmlDeviceGetPciInfo", handle, "pci_bus_id")
         minor = optional("nvmlDeviceGetMinorNumber", handle, "minor")
         serial = optional("nvmlDeviceGetSerial", handle, "info.serial")
         driver = optional("nvmlSystemGetDriverVersion", None, "info.driver_version")

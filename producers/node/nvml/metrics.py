@@ -68,13 +68,8 @@ class Metrics:
         profiling: Profiling | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._calls, self.handle, self._mig_enabled, self._profiling, self._clock = (
-            calls,
-            handle,
-            mig_enabled,
-            profiling,
-            clock,
-        )
+        self._calls, self.handle, self._mig_enabled = calls, handle, mig_enabled
+        self._profiling, self._clock = profiling, clock
         self._sources: dict[table.Row, Sequence[table.ValueSource]] = {row: row.sources for row in table.TABLE}
         self._support = Support()
         self._plan = self._make_plan(table.TABLE)

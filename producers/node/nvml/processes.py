@@ -49,13 +49,8 @@ class Processes:
     def __init__(
         self, calls: Calls, handle: Handle, owners: ProcessOwners, *, mig_enabled: bool, clock: Callable[[], float]
     ) -> None:
-        self._calls, self.handle, self._owners, self._mig_enabled, self._clock = (
-            calls,
-            handle,
-            owners,
-            mig_enabled,
-            clock,
-        )
+        self._calls, self.handle, self._owners = calls, handle, owners
+        self._mig_enabled, self._clock = mig_enabled, clock
         self._support = Support()
         self._cursor = SampleCursor()
         self._sm_utilization: dict[int, float | None] = {}
