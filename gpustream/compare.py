@@ -52,11 +52,10 @@ class PrometheusClient:
 
     async def readings(self, matchers: str, window_s: float) -> list[Reading]:
         """Every series of GPUs that the matchers select: its samples in the window, else its last one before it."""
-        matchers_text = matchers.strip()
-        matchers_text = (
-            matchers_text[1:-1] if matchers_text.startswith("{") and matchers_text.endswith("}") else matchers_text
-        )
-        extra_matchers = f",{matchers_text}" if matchers_text else ""
+        matchers = matchers.strip()
+        if matchers.startswith("{") and matchers.endswith("}"):
+            matchers = matchers[1:-1]
+        extra_matchers = f",{matchers}" if matchers else ""
         counts = await self._query(f'count by (__name__) ({{__name__=~"{_NAME_PATTERN}"{extra_matchers}}})')
         names = sorted(series["metric"]["__name__"] for series in counts)
         readings: list[Reading] = []

@@ -112,10 +112,8 @@ async def reattribute(connection: Connection, into: str, time_range: Range) -> R
         history.opened(connection, [samples.TOPIC.name, *_STATES]) as reader,
         history.opened(target, [samples.TOPIC.name, attributed.TOPIC.name]) as target_reader,
     ):
-        source_partitions, target_partitions = (
-            reader.partitions[samples.TOPIC.name],
-            target_reader.partitions[attributed.TOPIC.name],
-        )
+        source_partitions = reader.partitions[samples.TOPIC.name]
+        target_partitions = target_reader.partitions[attributed.TOPIC.name]
         if source_partitions != target_partitions:
             raise BrokerError(
                 f"{into}{attributed.TOPIC.name} has {target_partitions} partitions, and {samples.TOPIC.name} has"
@@ -134,10 +132,8 @@ async def reattribute(connection: Connection, into: str, time_range: Range) -> R
         ticks = {tp: Span(span.start, max(span.start, after[tp].start)) for tp, span in first.items()}
         state_spans: dict[str, dict[Partition, Span]] = {}
         for topic in _STATES:  # from ten minutes before the time, or all of it where there was nothing since
-            all_records, recent = (
-                await reader.spans(topic),
-                await reader.spans(topic, time_range.from_ms - STATE_WINDOW_MS),
-            )
+            all_records = await reader.spans(topic)
+            recent = await reader.spans(topic, time_range.from_ms - STATE_WINDOW_MS)
             state_spans[topic] = {tp: span if span.start < span.end else all_records[tp] for tp, span in recent.items()}
         all_spans = ticks | {tp: span for spans in state_spans.values() for tp, span in spans.items()}
         async with connecting(sender):

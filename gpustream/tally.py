@@ -42,10 +42,8 @@ class Ranges:
         index = bisect_left(lasts, number)  # the first range that ends at the number or after it
         if index < len(lasts) and firsts[index] <= number:
             return False
-        follows, precedes = (
-            index > 0 and lasts[index - 1] == number - 1,
-            index < len(firsts) and firsts[index] == number + 1,
-        )
+        follows = index > 0 and lasts[index - 1] == number - 1
+        precedes = index < len(firsts) and firsts[index] == number + 1
         if follows and precedes:
             lasts[index - 1] = lasts.pop(index)
             del firsts[index]

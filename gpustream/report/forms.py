@@ -16,7 +16,7 @@ from delivery.values import counted
 from gpustream.alerts import lasted
 from gpustream.history import utc
 from gpustream.report.summary import AlertSums, Summary, ratio, shares
-from gpustream.usage.command import MIN_NAME_WIDTH, MJ_IN_KWH, fit, format_number
+from gpustream.usage.command import MIN_NAME_WIDTH, MJ_IN_KWH, fit, format_number, percent
 from gpustream.usage.read import Range
 from gpustream.usage.table import CATEGORIES, Sums, Table, UsageRow, rounded
 
@@ -62,7 +62,7 @@ def report(
 ) -> Report:
     """The report of a time range. ``previous``: the usage of the range before it; None if that is not known.
     ``top``: how many workloads are listed."""
-    held, unobserved, used, idle = (_percent(share) for share in shares(current.teams))
+    held, unobserved, used, idle = (percent(share) for share in shares(current.teams))
     facts = [
         f"{counted(len(current.teams.gpus), 'GPU')}, {format_number(current.teams.whole.gpu_hours)} GPU-hours:"
         f" {held} held, {unobserved} unobserved (no tick says anything of that time).",
@@ -78,10 +78,6 @@ def report(
         _alerts(alerts[0]),
     ]
     return Report(f"GPU report, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)", facts, sections, notes)
-
-
-def _percent(share: Fraction) -> str:
-    return f"{rounded(share * 100, 1)}%"
 
 
 def _cost_column(current: Summary, title: str = "cost") -> list[str]:
@@ -101,12 +97,8 @@ def _totals(current: Summary, previous: Summary | None) -> Section:
     unknown_categories = sorted(categories.keys() - set(CATEGORIES))  # written by a later version
     for name in (*CATEGORIES, *unknown_categories, "all"):
         sums = whole if name == "all" else categories[name]
-        cells = [format_number(sums.gpu_hours), _percent(current.teams.share(sums))]
-        cells += [
-            format_number(sums.used_hours),
-            format_number(sums.idle_hours),
-            format_number(Fraction(sums.energy_mj, MJ_IN_KWH)),
-        ]
+        cells = [format_number(sums.gpu_hours), percent(current.teams.share(sums))]
+        cells += map(format_number, (sums.used_hours, sums.idle_hours, Fraction(sums.energy_mj, MJ_IN_KWH)))
         cells += _cost_cells(sum(costs.get(name, ()), Decimal("0.00")) if current.teams.prices else None)
         if previous is not None:
             previous_sums = previous.teams.whole if name == "all" else previous.teams.categories.get(name, Sums())
@@ -120,49 +112,41 @@ def _teams(current: Summary, previous: Summary | None) -> Section:
     previous_rows = {} if previous is None else {row.by: row for row in previous.teams.rows() if row.category == "held"}
     rows = []
     for row in (row for row in current.teams.rows() if row.category == "held"):
-        cells = _usage_cells(row)
+        cells = _cells_of(row)
         if previous is not None:
-            cells.append(
-                format_number(previous_rows[row.by].sums.gpu_hours if row.by in previous_rows else Fraction(0))
-            )
+            before = previous_rows.get(row.by)
+            cells.append(format_number(before.sums.gpu_hours if before is not None else Fraction(0)))
         rows.append(Row((row.by,), cells, row.sums, "*" * row.sums.growing))
+    zero = _usage_cells((Fraction(0),) * 3, Decimal("0.00") if current.teams.prices else None)
     ended = sorted(previous_rows.keys() - {row.by for row in current.teams.rows()})
-    if previous is not None:
-        zero = [format_number(Fraction(0))] * 3 + ["0.0%"] + (["0.00"] if current.teams.prices else [])
-        rows += [Row((name,), [*zero, format_number(previous_rows[name].sums.gpu_hours)]) for name in ended]
+    rows += [Row((name,), [*zero, format_number(previous_rows[name].sums.gpu_hours)]) for name in ended]
     columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(current), *(["before"] if previous else [])]
     return Section("By team", ("team",), columns, rows)
 
 
-def _usage_cells(row: UsageRow) -> list[str]:
-    sums = row.sums
-    hours = map(format_number, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
-    return [*hours, _percent(ratio(sums.idle_hours, sums.gpu_hours)), *_cost_cells(row.cost)]
+def _cells_of(row: UsageRow) -> list[str]:
+    return _usage_cells((row.sums.gpu_hours, row.sums.used_hours, row.sums.idle_hours), row.cost)
+
+
+def _usage_cells(hours: Sequence[Fraction], cost: Decimal | None) -> list[str]:
+    """The cells of hours held, used and idle, with the share of the idle ones."""
+    held, _, idle = hours
+    return [*map(format_number, hours), percent(ratio(idle, held)), *_cost_cells(cost)]
 
 
 def _workloads(current: Summary, usage_rows: Sequence[UsageRow], top: int) -> Section:
     rows = [
-        Row((row.by, current.team_of(row.by)), _usage_cells(row), row.sums, "*" * row.sums.growing)
+        Row((row.by, current.team_of(row.by)), _cells_of(row), row.sums, "*" * row.sums.growing)
         for row in usage_rows[:top]
     ]
     if others := usage_rows[top:]:
-        hours, used, idle = (
+        hours = [
             sum((getattr(row.sums, name) for row in others), Fraction(0))
             for name in ("gpu_hours", "used_hours", "idle_hours")
-        )
-        cost = (
-            None
-            if current.teams.prices is None
-            else sum((row.cost for row in others if row.cost is not None), Decimal(0))
-        )
-        cells = [
-            format_number(hours),
-            format_number(used),
-            format_number(idle),
-            _percent(ratio(idle, hours)),
-            *_cost_cells(cost),
         ]
-        rows.append(Row((f"({counted(len(others), 'other')})", ""), cells))
+        costs = [row.cost for row in others if row.cost is not None]
+        cost = None if current.teams.prices is None else sum(costs, Decimal(0))
+        rows.append(Row((f"({counted(len(others), 'other')})", ""), _usage_cells(hours, cost)))
     columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(current)]
     return Section("By workload", ("workload", "team"), columns, rows)
 
@@ -172,11 +156,8 @@ def _idle_workloads(current: Summary, usage_rows: Sequence[UsageRow], top: int) 
     rows = []
     for row in idle[:top]:
         cost = None if current.teams.prices is None else rounded(row.sums.idle_cost, 2)
-        cells = [
-            format_number(row.sums.idle_hours),
-            _percent(ratio(row.sums.idle_hours, row.sums.gpu_hours)),
-            *_cost_cells(cost),
-        ]
+        share = ratio(row.sums.idle_hours, row.sums.gpu_hours)
+        cells = [format_number(row.sums.idle_hours), percent(share), *_cost_cells(cost)]
         rows.append(Row((row.by, current.team_of(row.by)), cells, row.sums, "*" * row.sums.growing))
     columns = ["idle GPU-hours", "of held", *_cost_column(current, "idle cost")]
     return Section("Worst offenders", ("workload", "team"), columns, rows, "" if rows else "Nobody left a GPU idle.")
@@ -184,7 +165,7 @@ def _idle_workloads(current: Summary, usage_rows: Sequence[UsageRow], top: int) 
 
 def _trend(current: Summary, previous: Summary | None, fired: dict[int, int]) -> Section:
     def row(name: str, table: Table, alerts: str, *, has_bar: bool = False) -> Row:
-        cells = [format_number(table.whole.gpu_hours), *map(_percent, shares(table)), alerts]
+        cells = [format_number(table.whole.gpu_hours), *map(percent, shares(table)), alerts]
         return Row((name,), cells, table.categories["held"] if has_bar else None)
 
     rows = []
@@ -308,7 +289,7 @@ def _table_row(tag: str, row: Row, *, has_bars: bool) -> str:
         idle = min(idle, 1 - used)
         bar = (
             f'<svg viewBox="0 0 100 8" preserveAspectRatio="none" role="img"'
-            f' aria-label="used {_percent(used)}, idle {_percent(idle)}"><rect class="rest" width="100" height="8"/>'
+            f' aria-label="used {percent(used)}, idle {percent(idle)}"><rect class="rest" width="100" height="8"/>'
             f'<rect class="used" width="{rounded(used * 100, 2)}" height="8"/>'
             f'<rect class="idle" x="{rounded(used * 100, 2)}" width="{rounded(idle * 100, 2)}" height="8"/></svg>'
         )

@@ -7,7 +7,7 @@ Out:      the screen, drawn at most twice a second, and only the lines that chan
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -170,9 +170,8 @@ class TopApp(App[None]):
         title = " · ".join((self._now.title, *self._now.facts))
         self._show_line("#title", [*draw.fit([(title, "bold")], max(0, width - len(clock) - 1)), (f" {clock}", "")])
         tabs: Line = []
-        for number, name in enumerate(_NAMES, 1):
-            count = f"({len(self._now.firing)})" if name == "Alerts" and self._now.firing else ""
-            tabs += [(f" {number} {name}{count} ", "reverse bold" if name == self._view else ""), (" ", "")]
+        for name, label in self._tabs():
+            tabs += [(label, "reverse bold" if name == self._view else ""), (" ", "")]
         self._show_line("#tabs", draw.fit(tabs, width))
         context = [f"filter: {state.filter}" if state.filter else "", state.about]
         hints = "  ".join(filter(None, (*context, _KEY_HINTS)))
@@ -191,6 +190,12 @@ class TopApp(App[None]):
         else:
             lines = [[(line, "")] for line in self.logged] or [[("nothing was logged", "dim")]]
         self.pane.show([], len(lines), lambda index, _: lines[index], None)
+
+    def _tabs(self) -> Iterator[tuple[str, str]]:
+        """Each view and the label of its tab."""
+        for number, name in enumerate(_NAMES, 1):
+            count = f"({len(self._now.firing)})" if self._now and name == "Alerts" and self._now.firing else ""
+            yield name, f" {number} {name}{count} "
 
     def _draw_table(self, now: Now, table: TableView, state: ViewState) -> None:
         rows = [row for row in table.rows(now) if state.only is None or state.only(row)]
@@ -382,9 +387,8 @@ class TopApp(App[None]):
             return
         if event.widget.id == "tabs":
             edge = 0
-            for number, name in enumerate(_NAMES, 1):
-                count = f"({len(self._now.firing)})" if self._now and name == "Alerts" and self._now.firing else ""
-                edge += cell_len(f" {number} {name}{count} ") + 1
+            for name, label in self._tabs():
+                edge += cell_len(label) + 1
                 if event.x < edge:
                     self.action_view(name)
                     return

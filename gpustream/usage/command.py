@@ -378,7 +378,7 @@ def _cells(row: UsageRow) -> list[str]:
     sums = row.sums
     hours = map(format_number, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
     cost = [] if row.cost is None else [f"{row.cost:,f}"]
-    return [*hours, f"{rounded(row.share * 100, 1)}%", format_number(Fraction(sums.energy_mj, MJ_IN_KWH)), *cost]
+    return [*hours, percent(row.share), format_number(Fraction(sums.energy_mj, MJ_IN_KWH)), *cost]
 
 
 def fit(name: str, width: int) -> str:
@@ -390,3 +390,8 @@ def fit(name: str, width: int) -> str:
 def format_number(value: Fraction) -> str:
     """A number for people: two digits after the point, and commas."""
     return f"{rounded(value, 2):,f}"
+
+
+def percent(share: Fraction) -> str:
+    """A share for people: ``12.5%``."""
+    return f"{rounded(share * 100, 1)}%"
