@@ -222,5 +222,4 @@ def lasted(time: timedelta) -> str:
 
 
 def style(row: AlertRow) -> str:
-    """The rich style of a row, by its severity."""
     return _STYLES.get(row.severity, "")

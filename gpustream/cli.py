@@ -34,7 +34,6 @@ class LazyGroup(CommandGroup):
         self.entries = entries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands."""
         return list(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -82,11 +82,9 @@ class HelpFormatter(click.HelpFormatter):
     ``gpustream-sink-scrape`` stay whole, to be found and copied."""
 
     def write(self, string: str) -> None:
-        """Add text to the help."""
         super().write(string.replace(_UNBROKEN_HYPHEN, "-"))
 
     def write_text(self, text: str) -> None:
-        """Add a paragraph, wrapped."""
         super().write_text(text.replace("-", _UNBROKEN_HYPHEN))
 
     def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:

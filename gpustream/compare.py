@@ -198,7 +198,6 @@ def compare(
 
 
 def row_text(row: Compared) -> tuple[str, ...]:
-    """A row as text."""
     sides = [("-", "-") if side is None else (side.name, f"{side.value:.10g}") for side in (row.theirs, row.ours)]
     pods = dict.fromkeys(side.pod or "-" for side in (row.theirs, row.ours) if side is not None)
     return str(row.device), " / ".join(pods), *sides[0], *sides[1], row.verdict, row.reason or "-"

@@ -48,7 +48,6 @@ class Reading(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The metric's name."""
         return self.labels["__name__"]
 
     @property

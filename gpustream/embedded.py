@@ -79,7 +79,6 @@ class EmbeddedBroker:
 
     @property
     def running(self) -> bool:
-        """Whether the child process lives."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, topics: Mapping[str, int]) -> None:

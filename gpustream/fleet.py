@@ -237,7 +237,6 @@ class Node:
 
     @property
     def gpus(self) -> list[Device]:
-        """The physical GPUs."""
         return [device for device in self.devices.values() if not device.mig]
 
 
@@ -345,12 +344,10 @@ class Fleet:
         return Flow(self._ticks, len(latencies) / _RATE_S, median)
 
     def devices(self) -> Iterator[Device]:
-        """Every device of every node."""
         for node in self.nodes.values():
             yield from node.devices.values()
 
     def gpus(self) -> Iterator[Device]:
-        """Every physical GPU."""
         return (device for device in self.devices() if not device.mig)
 
     def _holders(self, node: str, device: TickDevice) -> list[Holder]:

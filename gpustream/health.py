@@ -227,7 +227,6 @@ class _TimedReader(io.RawIOBase):
         self._deadline_s = deadline_s
 
     def readable(self) -> bool:
-        """True: it can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -249,11 +248,9 @@ class _TimedWriter(io.BufferedIOBase):
         self._connection = connection
 
     def writable(self) -> bool:
-        """True: it can be written to."""
         return True
 
     def write(self, data: Any) -> int:
-        """Sends all of it."""
         try:
             self._connection.sendall(data)
         except TimeoutError as error:
@@ -335,7 +332,6 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves a client, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

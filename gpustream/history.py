@@ -66,7 +66,6 @@ class History:
         self._consumer, self._without = consumer, without
 
     async def ends(self, topic: str) -> dict[Partition, int]:
-        """The end offset of each partition of a topic."""
         return await clients.ends(self.connection, self._consumer, self._partitions_of(topic))
 
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:

@@ -149,7 +149,6 @@ class Text(logging.Formatter):
     """A line for people: time, level, logger, message, fields, and the traceback under it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text."""
         clock = dt.datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         line = f"{clock} {record.levelname:<7} {record.name}: {record.getMessage()}"
         extra = "".join(f" {key}={value}" for key, value in fields(record).items())
@@ -162,7 +161,6 @@ class Json(logging.Formatter):
     """One JSON object a line: ts, level, logger, message, the fields, and ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON."""
         timestamp = dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"ts": timestamp, "level": record.levelname.lower(), "logger": record.name}
         line |= {"message": redact(record.getMessage())}
@@ -193,7 +191,6 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:
-        """The current standard error."""
         return sys.stderr
 
     @stream.setter

@@ -89,7 +89,6 @@ class Tail:
                     self._dispatch(clients.from_kafka(self._connection, tp).topic, record)
 
     async def stop(self) -> None:
-        """Closes the consumer."""
         if self._consumer is not None:
             await clients.close(self._consumer)
 

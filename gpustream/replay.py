@@ -267,7 +267,6 @@ class WrittenKeys:
         self._windows: set[int] = set()
 
     def note(self, record: Usage) -> None:
-        """Notes that a record is written."""
         self._keys.add(hash((record.key, record.end_ms)))
         self._windows.add(_window_hash(record))
 

@@ -178,7 +178,6 @@ class Trial:
                 click.echo(f"{source}: not a record of gpu.attributed: {error}", err=True)
 
     def end(self) -> None:
-        """Ends the test: there are no more records."""
         self.transitions += self._replay.end()
 
     def summary(self) -> str:

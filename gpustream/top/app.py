@@ -130,7 +130,6 @@ class TopApp(App[None]):
         asyncio.get_running_loop().set_task_factory(None)
 
     def on_mount(self) -> None:
-        """Draws now, and then regularly."""
         self.begin_capture_print(self, stdout=False)
         self.pane.focus()
         self.set_interval(DRAW_EVERY_S, self._draw_again)
@@ -138,7 +137,6 @@ class TopApp(App[None]):
 
     @property
     def pane(self) -> Pane:
-        """The lines."""
         return self._find("#lines", Pane)
 
     def _find(self, selector: str, kind: type[W]) -> W:
@@ -147,7 +145,6 @@ class TopApp(App[None]):
 
     @property
     def state(self) -> ViewState:
-        """The state of the current view."""
         return self._states[self._view]
 
     def _change(self, **changes: Any) -> None:
@@ -321,7 +318,6 @@ class TopApp(App[None]):
             self._change(filter="")
 
     def action_filter(self) -> None:
-        """Opens the filter's input."""
         if self.state.view in _TABLES and self.state.detail is None:
             filter_input = self._find("#filter", Input)
             filter_input.value = self.state.filter
@@ -348,7 +344,6 @@ class TopApp(App[None]):
             self._change(sorted_by=column.title, descending=column.descending)
 
     def action_reverse(self) -> None:
-        """Reverses the order."""
         self._change(descending=not self.state.descending)
 
     def action_hold(self) -> None:
@@ -357,7 +352,6 @@ class TopApp(App[None]):
         self.draw()
 
     def action_help(self) -> None:
-        """Shows the help."""
         self.push_screen(Help())
 
     async def action_ask(self) -> None:
@@ -368,17 +362,14 @@ class TopApp(App[None]):
             self.push_screen(Question(self._question), lambda yes: self._quit_now() if yes else None)
 
     def action_stop(self) -> None:
-        """Quits at once."""
         self._quit_now()
 
     # -- the mouse
 
     def on_mouse_scroll_down(self) -> None:
-        """Moves down."""
         self.action_move(_WHEEL)
 
     def on_mouse_scroll_up(self) -> None:
-        """Moves up."""
         self.action_move(-_WHEEL)
 
     def on_click(self, event: events.Click) -> None:

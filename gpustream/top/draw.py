@@ -131,7 +131,6 @@ def text_of(line: Line) -> str:
 
 
 def plain(text: str, style: str = "") -> Line:
-    """A text in one style."""
     return [(text, style)]
 
 
@@ -201,7 +200,6 @@ class TableView:
     empty: str
 
     def column(self, title: str) -> Column:
-        """The column of that title."""
         return next(column for column in self.columns if column.title == title)
 
 
@@ -230,7 +228,6 @@ def header_line(columns: Sequence[Column], width: int, sorted_by: str, *, descen
 
 
 def row_line(columns: Sequence[Column], row: Any, width: int) -> Line:
-    """A row of a table as a line."""
     line: Line = []
     for column, size in layout(columns, width):
         cell = column.draw(row, size)

@@ -94,7 +94,6 @@ class NodeRow(NamedTuple):
 
 
 def node_row(node: Node) -> NodeRow:
-    """The row of a node in the table of nodes."""
     gpus = node.gpus
     return NodeRow(
         node,

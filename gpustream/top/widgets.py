@@ -110,7 +110,6 @@ class Question(ModalScreen[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        """The question in a box."""
         yield Static(f"{self._question}\n\ny: yes    n: no", classes="box", markup=False)
 
 
@@ -118,14 +117,11 @@ class Help(ModalScreen[None]):
     """The keys, and what the signs mean. Any key closes it."""
 
     def compose(self) -> ComposeResult:
-        """The text in a box."""
         yield Static(HELP, classes="box", markup=False)
 
     def on_key(self, event: events.Key) -> None:
-        """Any key closes it."""
         event.stop()
         self.dismiss()
 
     def on_click(self) -> None:
-        """A click closes it, too."""
         self.dismiss()
