@@ -31,6 +31,8 @@ Row = TypeVar("Row", bound=tuple[str, ...])
 
 FAILED = 1
 
+_MIN_NAME_CHARS, _MAX_FURTHER_NAME_CHARS = 11, 20
+
 
 def answer(request: Coroutine[Any, Any, R]) -> R:
     """Runs the request. If the broker refuses it or is silent, prints a sentence and ends with exit code 1."""
@@ -82,6 +84,32 @@ def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], st
     for row in rows:
         result.add_row(*map(Text, map(printable, row)), style=style(row))
     return result
+
+
+def aligned(lines: Sequence[tuple[Sequence[str], str, Sequence[str]]], width: int) -> Iterator[str]:
+    """The lines of a table for people: of each its names, the mark behind the first name, and its figures.
+
+    It is at most ``width`` characters wide, unless a figure is wider: names are cut for that.
+    """
+    all_names, marks, all_cells = zip(*lines, strict=True)
+    widths = [max(map(len, column)) for column in zip(*all_cells, strict=True)]
+    longest, *further = (
+        max(len(name) + len(mark) for name, mark in zip(column, marks, strict=True))
+        for column in zip(*all_names, strict=True)
+    )
+    further_widths = [min(_MAX_FURTHER_NAME_CHARS, length) for length in further]
+    room = width - sum(column_width + 2 for column_width in (*further_widths, *widths))
+    name_widths = [min(longest, max(_MIN_NAME_CHARS, room)), *further_widths]
+    for (first, *more), mark, cells in lines:
+        fitted = fit(first, name_widths[0] - len(mark)) + mark, *map(fit, more, further_widths)
+        names = "  ".join(map("{:<{}}".format, fitted, name_widths))
+        yield (names + "".join(map("  {:>{}}".format, cells, widths))).rstrip()
+
+
+def fit(name: str, width: int) -> str:
+    """A name cut to at most ``width`` characters, without those that a terminal would act on."""
+    text = printable(name)
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def printable(text: object, replacement: str = "?") -> str:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from delivery.values import counted
 from gpustream.alerts import lasted
 from gpustream.history import utc
+from gpustream.output import aligned, printable
 from gpustream.report.summary import AlertSums, Summary, ratio, shares
-from gpustream.usage.command import MIN_NAME_WIDTH, MJ_IN_KWH, fit, format_number, percent
+from gpustream.usage.command import MJ_IN_KWH, format_number, percent
 from gpustream.usage.read import Range
 from gpustream.usage.table import CATEGORIES, Sums, Table, UsageRow, rounded
 
 WIDTH = 100
-MAX_TEAM_WIDTH = 20
 
 
 class Row(NamedTuple):
@@ -212,20 +212,10 @@ def as_text(report: Report) -> Iterator[str]:
         yield ""
         yield section.title
         yield ""
-        lines = [Row(section.names, section.columns), *section.rows]
-        widths = [max(len(line.cells[column]) for line in lines) for column in range(len(section.columns))]
-        longest = [
-            max(len(line.names[column]) + len(line.mark) for line in lines) for column in range(len(section.names))
-        ]
-        other_widths = [min(MAX_TEAM_WIDTH, width) for width in longest[1:]]
-        first_width = WIDTH - sum(width + 2 for width in (*other_widths, *widths))
-        name_widths = [min(longest[0], max(MIN_NAME_WIDTH, first_width)), *other_widths]
-        for line in lines if section.rows else ():
-            first, *more = line.names
-            fitted = fit(first, name_widths[0] - len(line.mark)) + line.mark, *map(fit, more, other_widths)
-            names = "  ".join(map("{:<{}}".format, fitted, name_widths))
-            yield (names + "".join(map("  {:>{}}".format, line.cells, widths))).rstrip()
-        if not section.rows and not section.note:
+        if section.rows:
+            lines = [Row(section.names, section.columns), *section.rows]
+            yield from aligned([(line.names, line.mark, line.cells) for line in lines], WIDTH)
+        elif not section.note:
             yield "none"
         yield from _wrap(section.note)
     if report.notes:
@@ -234,7 +224,7 @@ def as_text(report: Report) -> Iterator[str]:
 
 
 def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(fit(text, len(text)), WIDTH)
+    return textwrap.wrap(printable(text), WIDTH)
 
 
 _STYLE = """
@@ -276,7 +266,7 @@ def as_html(report: Report) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    return escape(fit(text, len(text)))
+    return escape(printable(text))
 
 
 def _table_row(tag: str, row: Row, *, has_bars: bool) -> str:

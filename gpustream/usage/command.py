@@ -27,14 +27,14 @@ from delivery.values import counted
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, combined, option, output_format
 from gpustream.history import utc
-from gpustream.output import FAILED, answer, cell, csv_lines, failed, printable, written
+from gpustream.output import FAILED, aligned, answer, cell, csv_lines, failed, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range
 from gpustream.usage.table import By, Table, UsageRow, rounded
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES
 
-TEXT_WIDTH, MIN_NAME_WIDTH = 80, 11
+TEXT_WIDTH = 80
 DEFAULT_RANGE_S = 24 * 3600.0
 CSV_COLUMNS = (
     "by", "category", "held_ms", "used_us", "idle_ms", "energy_mj", "gpu_hours", "share", "cost", "currency", "final",
@@ -348,21 +348,15 @@ def as_text(time_range: Range, table: Table) -> Iterator[str]:
         *(row for row in rows if row.category != "held"),
         UsageRow("", "all", table.whole, table.share(table.whole), sum(costs, Decimal(0)) if costs else None),
     ]
-    lines = [
-        (table.by, "", columns),
-        *((row.by, "*" * row.sums.growing, _cells(row)) for row in held),
-        ("", "", [""] * len(columns)),
-        *((row.category, "*" * row.sums.growing, _cells(row)) for row in by_category),
+    lines: list[tuple[Sequence[str], str, Sequence[str]]] = [
+        ([table.by], "", columns),
+        *(([row.by], "*" * row.sums.growing, _cells(row)) for row in held),
+        ([""], "", [""] * len(columns)),
+        *(([row.category], "*" * row.sums.growing, _cells(row)) for row in by_category),
     ]
-    widths = [max(len(cells[column]) for _, _, cells in lines) for column in range(len(columns))]
-    longest = max(len(name) + len(mark) for name, mark, _ in lines)
-    name_width = min(longest, max(MIN_NAME_WIDTH, TEXT_WIDTH - sum(width + 2 for width in widths)))
     yield f"GPU usage by {table.by}, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)"
     yield ""
-    for name, mark, cells in lines:
-        yield (
-            f"{fit(name, name_width - len(mark)) + mark:<{name_width}}" + "".join(map("  {:>{}}".format, cells, widths))
-        ).rstrip()
+    yield from aligned(lines, TEXT_WIDTH)
     hours, range_hours = table.gpu_hours, Fraction(time_range.to_ms - time_range.from_ms, HOUR_MS)
     time_text = (
         f"{format_number(range_hours)} hours"
@@ -379,12 +373,6 @@ def _cells(row: UsageRow) -> list[str]:
     hours = map(format_number, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
     cost = [] if row.cost is None else [f"{row.cost:,f}"]
     return [*hours, percent(row.share), format_number(Fraction(sums.energy_mj, MJ_IN_KWH)), *cost]
-
-
-def fit(name: str, width: int) -> str:
-    """A name cut to at most ``width`` characters, without those that a terminal would act on."""
-    text = printable(name)
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def format_number(value: Fraction) -> str:
