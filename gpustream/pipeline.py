@@ -182,8 +182,8 @@ class Pipeline:
                 self._moved_s = time.monotonic()
 
     def _is_over(self, stop: asyncio.Event, after_s: float) -> bool:
-        """Whether it was asked to stop so long ago, or nothing has moved for too long: just as long if a component says
-        why, such as a receiver that is away."""
+        """Whether to wait no longer: ``after_s`` after it was asked to stop. A run that ends by itself waits as long
+        after anything has moved if a component can't deliver, because a receiver is away for instance; else longer."""
         now_s = time.monotonic()
         if stop.is_set() and self._asked_s is None:
             self._asked_s = now_s

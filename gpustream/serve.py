@@ -98,7 +98,7 @@ def stop_on_signals(stop: asyncio.Event, deadline: Deadline) -> Iterator[None]:
 def serve(
     make: Callable[[], Component], listen: Address | None, exit_process: Exit = os._exit, *, light: bool = False
 ) -> int:
-    """Runs one component until it ends or a signal asks it to, and gives the exit code. ``light`` is of :func:`run`."""
+    """Runs one component until it ends or a signal asks it to, and gives the exit code. ``light``: see :func:`run`."""
 
     async def main(stop: asyncio.Event) -> int:
         component = make()

@@ -51,7 +51,7 @@ _DECODED_IN_LOOP_BYTES = 256 * 1024
 
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 2000),  # as long the kubelet has to answer a new connection
+    ("grpc.min_reconnect_backoff_ms", 2000),  # the kubelet has so long to answer a new connection
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 

@@ -200,7 +200,7 @@ def attempts() -> Iterator[Attempt]:
 
 
 def attempt(age_ms: int) -> Attempt:
-    """The last one that has begun."""
+    """The last attempt that has begun at this age."""
     return next(before for before, after in pairwise(attempts()) if age_ms < after.start_ms)
 
 

@@ -78,8 +78,8 @@ def _is_cut(path: Path) -> bool:
 
 def truths(reading: NodeReading, behaviours: list[list[JsonDict]], tick: JsonDict) -> list[JsonDict]:
     """One row per device of a ``tick``: ``holders`` held it when it was read, ``behaviours`` is what each of them did,
-    ``reported`` is what the snapshot in force said, and the metrics and XID errors are as they were sent. Of the two
-    metrics that stand by themselves None is none."""
+    ``reported`` is what the snapshot in force said, and the metrics and XID errors are as they were sent.
+    ``utilization_ratio`` and ``memory_used_bytes`` are None if the device has no such metric."""
     return [
         {
             **tick,

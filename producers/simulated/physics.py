@@ -321,7 +321,7 @@ class SimulatedGpu:
         return {**metrics, **self._profile, **self._counted(now_ms)}
 
     def _counted(self, now_ms: int) -> dict[str, float]:
-        """What it can reach, and what the driver counts beside the rest."""
+        """The limits of the GPU, and the driver's further counters."""
         model, lasted_s = self._model, self.violations_s(now_ms)
         causes = ("power", "thermal", "sync_boost", "board_limit", "low_utilization", "reliability")
         metrics: dict[str, float] = {

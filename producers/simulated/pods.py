@@ -92,7 +92,7 @@ class SimulatedPod:
     story: Story | None = None
 
     def label(self, container: PodContainer, device: int, at_ms: int) -> Label:
-        """What is true of what it does with a device at a time."""
+        """What the pod does with a device at this time."""
         if self.story is None:
             return Label(self.template.activity, self.start_ms)
         return self.story.label(self.rank(container, device), at_ms)
