@@ -29,9 +29,9 @@ from typing import Any, Self
 
 from confluent_kafka import cimpl
 
-from topics import TOPICS
-
 PARTITIONS = 4
+"""How many partitions ``gpustream run`` gives each topic."""
+
 STOP_TIMEOUT_S = 5.0
 REBALANCE_DELAY_MS = 100
 
@@ -56,11 +56,6 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
 
 class EmbeddedBrokerError(Exception):
     """The embedded broker did not start, or is not running; the message says which, and why."""
-
-
-def every_topic(partitions: int = PARTITIONS) -> dict[str, int]:
-    """All topics, each with that many partitions."""
-    return dict.fromkeys(TOPICS, partitions)
 
 
 class EmbeddedBroker:

@@ -191,7 +191,7 @@ class Device:
         """Updates the device from its part of a tick. ``holders`` are the pods and processes that hold it."""
         metrics = device.metrics
         names = tuple(holder.name for holder in holders)
-        if tick.ts_ms < self.ts_ms - self.history.span_ms:  # likewise
+        if tick.ts_ms < self.ts_ms - self.history.span_ms:  # the node's clock was set back
             self.tenures.clear()
         if not self.tenures or self.tenures[-1].pods != names:
             if self.tenures:
@@ -245,7 +245,7 @@ class Use(NamedTuple):
 
     ``used_ratio`` is the mean over its devices, memory and power are sums over them; None if none reports it.
     ``devices`` are those that it holds, and ``since_ms`` is when it got the first of them, as far back as is known.
-    ``nodes`` and ``gpus`` count each once.
+    ``gpus`` and ``idle`` count each GPU once.
     """
 
     namespace: str
@@ -253,7 +253,6 @@ class Use(NamedTuple):
     workload: str
     team: str
     pods: int
-    nodes: int
     gpus: int
     idle: int
     used_ratio: float | None
@@ -419,7 +418,6 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             first.workload,
             first.team,
             pods=len({(holder.namespace, holder.pod) for _, holder in pairs}),
-            nodes=len({device.node for device, _ in pairs}),
             gpus=len(gpus),
             idle=len(gpus - not_idle),
             used_ratio=sum(ratios) / len(ratios) if ratios else None,

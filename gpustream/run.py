@@ -41,7 +41,7 @@ from delivery.settings import (
 )
 from gpustream import alerts, command, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
-from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError, every_topic
+from gpustream.embedded import PARTITIONS, EmbeddedBroker, EmbeddedBrokerError
 from gpustream.fleet import Fleet
 from gpustream.output import failed, is_screen
 from gpustream.pipeline import Failed, Pipeline, Tail
@@ -58,7 +58,7 @@ from sinks.page.config import PAGE_ADDRESS, PageListen
 from sinks.scrape.config import SCRAPE_ADDRESS, ScrapeListen
 from sinks.series_settings import NamingSettings
 from streams import STREAMS
-from topics.topic import load_topics
+from topics import TOPICS
 
 if TYPE_CHECKING:
     from gpustream.top.app import TopApp
@@ -167,7 +167,7 @@ def run(**values: Any) -> None:
         if settings.kafka is None and settings.kafka_config is None:
             embedded = stack.enter_context(EmbeddedBroker())
             try:
-                embedded.start({settings.topic_prefix + name: count for name, count in every_topic().items()})
+                embedded.start({settings.topic_prefix + name: PARTITIONS for name in TOPICS})
             except EmbeddedBrokerError as error:
                 raise failed(error) from error
         process = OneProcess(settings, embedded)
@@ -222,7 +222,7 @@ class OneProcess:
         duration_s = self._settings.duration_s
         if duration_s is None and not self._settings.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._connection, TopicAccess(reads=tuple(load_topics())))
+        await topic_admin.check(self._connection, TopicAccess(reads=tuple(TOPICS)))
         tail = Tail(self._connection, self._on_tick, self._on_alert, self._tally.dead_lettered)
         sinks = [*self._sinks.values(), *([self._page] if self._page else [])]
         pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._check, self._behind)

@@ -31,7 +31,6 @@ class TickHolder(msgspec.Struct, frozen=True):
     namespace: str
     pod: str
     pod_uid: str | None = None
-    container: str | None = None
     workload: Workload | None = None
     labels: dict[str, str] = {}
     namespace_labels: dict[str, str] = {}

@@ -5,8 +5,6 @@ from typing import Annotated
 
 from delivery.settings import DURATION, PREFIXES, SIZE, KafkaSettings, Option
 
-SHORTEST_INTERVAL_S = 0.1
-
 Interval = Annotated[float, Option("--interval", DURATION, "Time between two readings of a node.")]
 
 ResourcePrefixes = Annotated[tuple[str, ...], Option(
@@ -27,12 +25,6 @@ class BufferSettings(KafkaSettings):
     def errors(self) -> list[str]:
         wrong = [] if self.buffer_s > 0 and self.buffer_size > 0 else ["--buffer and --buffer-size: must be above 0"]
         return [*super().errors(), *wrong]
-
-
-def interval_errors(interval_s: float) -> list[str]:
-    if interval_s >= SHORTEST_INTERVAL_S:
-        return []
-    return [f"--interval: {interval_s:g} s is less than a GPU can be read in; the least is 100ms"]
 
 
 def prefix_errors(prefixes: tuple[str, ...]) -> list[str]:

@@ -34,8 +34,8 @@ async def inspect(connection: Connection) -> Kafka:
     )
     try:
         async with kafka_admin.connect(connection) as admin:
-            brokers = await admin.brokers()
-            layouts = await admin.layouts(topic_admin.contract(connection))
+            brokers, contract = await admin.brokers(), topic_admin.contract(connection)
+            layouts = await admin.layouts(contract)
             existing = [name for name, layout in layouts.items() if layout.partitions]
             settings_error = None
             try:
@@ -46,7 +46,6 @@ async def inspect(connection: Connection) -> Kafka:
             except kafka_admin.SettingsUnknown as error:
                 settings_error = str(error)
             existing_layouts = {name: layouts[name] for name in existing}
-            contract = topic_admin.contract(connection)
             groups = (acl.name for needed_acls in COMPONENTS.values() for acl in needed_acls if acl.resource == "Group")
             same_named = [name for name in await admin.names() if name.endswith(samples.TOPIC.name)]
             prefixes = {name.removesuffix(samples.TOPIC.name) for name in same_named}
@@ -208,9 +207,7 @@ def rights(situation: Situation) -> CheckResult:
     kafka = situation.kafka
     if kafka.error:
         return CheckResult("not asked", looked=False)
-    unreadable = [
-        name for name, layout in kafka.topics.items() if layout.allowed is not None and "Read" not in layout.allowed
-    ]
+    unreadable = [name for name, layout in kafka.topics.items() if not _may_be_read(layout)]
     findings = Findings()
     if unreadable:
         findings.add(
@@ -290,17 +287,15 @@ def unreadable_reason(kafka: Kafka, topic_names: Iterable[str]) -> str:
     missing = [name for name in topic_names if name not in kafka.topics]
     if kafka.error or missing:
         return kafka.error or f"there is no {missing[0]}"
-    denied = [
-        name for name in topic_names if (allowed := kafka.topics[name].allowed) is not None and "Read" not in allowed
-    ]
+    denied = [name for name in topic_names if not _may_be_read(kafka.topics[name])]
     return f"{kafka.principal} may not read {denied[0]}" if denied else ""
 
 
 def readable_topics(topics: Mapping[str, kafka_admin.TopicDescription]) -> list[str]:
     """The topics of the contract that exist and can be read."""
-    allowed_by_topic = {name: layout.allowed for name, layout in topics.items() if layout.partitions}
-    return [
-        name
-        for name in TOPICS
-        if name in allowed_by_topic and ((allowed := allowed_by_topic[name]) is None or "Read" in allowed)
-    ]
+    return [name for name in TOPICS if name in topics and topics[name].partitions and _may_be_read(topics[name])]
+
+
+def _may_be_read(topic: kafka_admin.TopicDescription) -> bool:
+    """Whether this client may read a topic, as far as is known."""
+    return topic.allowed is None or "Read" in topic.allowed

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from delivery.settings import DIRECTORY, EXISTING_DIRECTORY, NAME, SOCKET, Option
-from producers.settings import GPU_RESOURCES, BufferSettings, Interval, ResourcePrefixes, interval_errors, prefix_errors
+from producers.settings import GPU_RESOURCES, BufferSettings, Interval, ResourcePrefixes, prefix_errors
 
 KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")  # where a kubelet serves its pod resources
 PODS_API_SOCKET = Path("/var/lib/kubelet/pods-api/pods-api.sock")  # and its pods, from Kubernetes 1.37 on
+SHORTEST_INTERVAL_S = 0.1
 
 
 def node_name() -> str:
@@ -56,4 +57,7 @@ class NodeSettings(BufferSettings, ReadingSettings):
     interval_s: Interval = 1.0
 
     def errors(self) -> list[str]:
-        return [*super().errors(), *interval_errors(self.interval_s), *prefix_errors(self.resource_prefixes)]
+        found = super().errors()
+        if not self.interval_s >= SHORTEST_INTERVAL_S:
+            found.append(f"--interval: {self.interval_s:g} s is less than a GPU can be read in; the least is 100ms")
+        return found + prefix_errors(self.resource_prefixes)

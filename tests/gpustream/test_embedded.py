@@ -14,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from click.testing import CliRunner
 
 from gpustream.cli import main
-from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError, every_topic
+from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError
 from tests.eventually import LIMIT_S
 from topics import TOPICS
 
@@ -24,7 +24,7 @@ TOPIC = "gpu.samples"
 @pytest.fixture(scope="module")
 def broker() -> Iterator[EmbeddedBroker]:
     with EmbeddedBroker() as broker:
-        broker.start(every_topic(8) | {"in-group": 2, "limited": 1})
+        broker.start(dict.fromkeys(TOPICS, 8) | {"in-group": 2, "limited": 1})
         yield broker
 
 

@@ -162,7 +162,10 @@ def test_of_a_shared_device_a_pod_whose_part_is_not_known_has_no_numbers() -> No
     known = {"namespace": "ml", "pod": "known", "parts": {"memory_used_bytes": 256, "power_watts": 9}}
     shared = gpu("a", 0.9) | {"holders": [known, {"namespace": "ml", "pod": "unknown"}]}
     shared["metrics"] |= {"power_watts": 400}
-    uses = {use.name: use[8:11] for use in pods(fleet_of(tick(shared)).devices())}
+    uses = {
+        use.name: (use.used_ratio, use.memory_used_bytes, use.power_watts)
+        for use in pods(fleet_of(tick(shared)).devices())
+    }
 
     assert uses == {"known": (None, 256, 9), "unknown": (None, None, None)}
 
@@ -227,7 +230,8 @@ def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -
     devices.append(gpu("c", 0.0) | {"holders": [holder("alone", None)]})
     uses_by_name = {use.who: use for use in workloads(fleet_of(tick(*devices)).devices())}
 
-    assert uses_by_name["ml/Job/train"][4:8] == (2, 1, 2, 0)
+    job_use = uses_by_name["ml/Job/train"]
+    assert (job_use.pods, job_use.gpus, job_use.idle) == (2, 2, 0)
     assert (uses_by_name["ml/alone"].idle, uses_by_name["ml/alone"].team) == (1, "nlp")
 
 

@@ -9,7 +9,8 @@ from delivery import topic_admin
 from delivery.kafka_admin import TopicDescription
 from gpustream import topics as topics_module
 from gpustream.cli import main
-from gpustream.embedded import EmbeddedBroker, every_topic
+from gpustream.embedded import PARTITIONS, EmbeddedBroker
+from topics import TOPICS
 from topics.topic import load_topics
 
 NOWHERE = "127.0.0.1:1"
@@ -19,7 +20,7 @@ NOWHERE = "127.0.0.1:1"
 def embedded() -> Iterator[str]:
     """A broker with every topic."""
     with EmbeddedBroker() as running:
-        running.start(every_topic())
+        running.start(dict.fromkeys(TOPICS, PARTITIONS))
         yield running.address
 
 

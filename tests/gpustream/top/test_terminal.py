@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from gpustream.embedded import EmbeddedBroker, every_topic
+from gpustream.embedded import PARTITIONS, EmbeddedBroker
 from producers.simulated.fleet import Fleet
 from tests.gpustream.test_fleet import record
 from tests.terminal import Terminal
+from topics import TOPICS
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ def test_ctrl_c_stops_a_run_at_once_and_no_colour_is_written_if_none_is_wanted(s
 async def test_top_shows_the_fleet_of_any_pipeline_and_q_ends_it(start: Any) -> None:
     node = Fleet(1, 8).node(0)
     with EmbeddedBroker() as broker:
-        broker.start(every_topic())
+        broker.start(dict.fromkeys(TOPICS, PARTITIONS))
         async with AIOKafkaProducer(bootstrap_servers=broker.address) as producer:
             await producer.send_and_wait("gpu.attributed", record(node.read(1000), node.name, 1, 1000))
         terminal = start("top", "--kafka", broker.address, environ={"TERM": "linux"})
