@@ -34,7 +34,6 @@ class Acl(NamedTuple):
 
 
 def of_component(spec: ComponentSpec) -> list[Acl]:
-    """The ACLs that a component needs."""
     topics_by_operation = {"Read": spec.uses.reads, "Write": spec.uses.writes, "Describe": spec.uses.describes}
     acls = [acl for operation, names in topics_by_operation.items() if names for acl in _on_topics(operation, *names)]
     defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(spec.settings))}

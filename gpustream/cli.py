@@ -56,7 +56,6 @@ class LazyGroup(CommandGroup):
 
 
 def _component_command(name: str, spec: ComponentSpec) -> click.Command:
-    """The command that runs one component."""
 
     @click.command(
         name, cls=Command, check=lambda values: command.errors(spec, values), help=spec.help, example=spec.example

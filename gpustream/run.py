@@ -312,7 +312,6 @@ class OneProcess:
         click.echo(f"{elapsed_s:5.0f} s  {self._now().line()}", err=self._settings.summary == "json")
 
     def _now(self) -> Now:
-        """This moment of the run."""
         at_s, values, sampled = time.monotonic(), int(self._producer.sampled_values), self._sampled()
         self._fleet.age(at_s)
         self._value_counts.append((at_s, values))

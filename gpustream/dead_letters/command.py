@@ -125,7 +125,6 @@ async def _list(connection: Connection, since_s: float, letter_filter: LetterFil
 
 
 def group_of(letter: Letter) -> LetterGroup:
-    """The group of a single letter."""
     cause = letter.cause
     return LetterGroup(
         1,

@@ -51,7 +51,6 @@ class Range(NamedTuple):
 
     @property
     def is_nonempty(self) -> bool:
-        """Whether it is not empty."""
         return self.from_ms < self.to_ms
 
 

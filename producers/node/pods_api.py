@@ -59,7 +59,6 @@ class PushedPod(NamedTuple):
 
 
 def decode_pod(pod: Pod, *, deleted: bool, prefixes: Sequence[str], event_number: int) -> PushedPod:
-    """The pod of an event."""
     name, uid = (pod.metadata.namespace, pod.metadata.name), pod.metadata.uid
     ended = deleted or pod.status.phase in _ENDED_PHASES
     containers: list[Json] = []

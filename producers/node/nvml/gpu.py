@@ -181,9 +181,16 @@ class PhysicalGpu:
 
     def _refresh(self) -> None:
         """Open the GPU, or check whether it is back. List its MIG devices if that is due, if a handle belongs to
-        another device now, or if there is a new one. Raises GpuLost."""
+        another device now, or if there is a new one. Raises GpuLost, also if the GPU can't be opened."""
         if self._identity is None:
-            self._open()
+            try:
+                self.handle = self.calls.open(self.index)
+                uuid = self.calls.ask(UUID, self.handle)
+            except NvmlError as error:
+                self.calls.count(self.calls.current_call, error.name)
+                raise GpuLost(self.calls.current_call, error) from None
+            self._create_readers()
+            self._identity = {"uuid": uuid, "index": self.index, "vendor": "nvidia"}
         elif self._was_lost:
             self._gpu_device.metrics.probe()
             self._was_lost = False
@@ -200,17 +207,6 @@ class PhysicalGpu:
                 break
         if stale or slot_filled:
             self._list_mig_devices()
-
-    def _open(self) -> None:
-        """Open the GPU and read its UUID. Raises GpuLost if either fails."""
-        try:
-            self.handle = self.calls.open(self.index)
-            uuid = self.calls.ask(UUID, self.handle)
-        except NvmlError as error:
-            self.calls.count(self.calls.current_call, error.name)
-            raise GpuLost(self.calls.current_call, error) from None
-        self._create_readers()
-        self._identity = {"uuid": uuid, "index": self.index, "vendor": "nvidia"}
 
     def _create_readers(self) -> None:
         """Start to read the GPU from scratch, because its supported sources change with the MIG mode."""
