@@ -79,7 +79,7 @@ class UsageSums:
             gpu_slices = devices[-1].get("compute_slices") or 1
             self._slices_of_gpu.setdefault((name, uuid, since_ms // HOUR_MS), gpu_slices)
             pieces = list(minutes(since_ms, ts_ms))
-            energies = parts_of(drawn, node.counted_ms, [end_ms - start_ms for start_ms, end_ms in pieces])
+            energies = parts_of(drawn, [since_ms, *[end_ms for _, end_ms in pieces]])
             self._unobserved_mj[name, uuid] += drawn[0] - sum(energies)
             for (start_ms, end_ms), energy_mj in zip(pieces, energies, strict=True):
                 self._slices_of_gpu.setdefault((name, uuid, start_ms // HOUR_MS), gpu_slices)
@@ -225,17 +225,14 @@ def minutes(since_ms: int, until_ms: int) -> Iterator[tuple[int, int]]:
     yield from (pair for pair in itertools.pairwise(edges) if pair[0] < pair[1])
 
 
-def parts_of(drawn: tuple[int, int, int], counted_ms: int, lasting_ms: Sequence[int]) -> list[int]:
-    """The energy of each of the last pieces of a time, over which it was drawn evenly.
+def parts_of(drawn: tuple[int, int, int], edges_ms: Sequence[int]) -> list[int]:
+    """The energy of each piece of a time, over which it was drawn evenly: what was drawn until an edge is rounded down.
 
-    The energy of the part that was counted before (until ``counted_ms``) is rounded down first.
+    ``drawn``: the energy in mJ, and the start and end of its time.
     """
     mj, from_ms, to_ms = drawn
-    if from_ms < counted_ms:
-        mj, from_ms = mj - mj * (counted_ms - from_ms) // (to_ms - from_ms), counted_ms
-    ends_ms = [to_ms - from_ms - after_ms for after_ms in itertools.accumulate(reversed(lasting_ms), initial=0)][::-1]
-    cumulative_mj = [mj * ms // (to_ms - from_ms) if ms else 0 for ms in ends_ms]
-    return [end - start for start, end in itertools.pairwise(cumulative_mj)]
+    until_mj = [mj * (at_ms - from_ms) // (to_ms - from_ms) if mj else 0 for at_ms in edges_ms]
+    return [end - start for start, end in itertools.pairwise(until_mj)]
 
 
 def shared(total: int, weights: Sequence[Fraction | int]) -> list[int]:

@@ -74,20 +74,24 @@ class Booking(NamedTuple):
 
 
 class EnergyDrawn(msgspec.Struct, frozen=True, gc=False):
-    """The energy that a GPU drew evenly from one time to another, and what it drew ``before`` that, unobserved."""
+    """The energy that a GPU drew evenly from one time to another. ``before_mj``: what of it is unobserved, and has no
+    row at its time, as that of the time until ``booked_ms``."""
 
     start_ms: int
     end_ms: int
     mj: int
+    booked_ms: int = 0
     before_mj: int = 0
 
     def within(self, start_ms: int, end_ms: int) -> int:
-        """The energy in a part of that time. The energies of consecutive parts add up to the whole."""
-        if not self.mj or (start_ms <= self.start_ms and end_ms >= self.end_ms):
+        """The energy in a part of the time that is not booked. What was drawn until a moment is rounded down, so that
+        the energies of consecutive parts add up."""
+        if not self.mj or (max(start_ms, self.booked_ms) <= self.start_ms and end_ms >= self.end_ms):
             return self.mj
-        duration_ms = self.end_ms - self.start_ms
-        until_mj, since_mj = (max(0, ms - self.start_ms) * self.mj // duration_ms for ms in (end_ms, start_ms))
-        return until_mj - since_mj
+        return self._until(max(end_ms, self.booked_ms)) - self._until(max(start_ms, self.booked_ms))
+
+    def _until(self, at_ms: int) -> int:
+        return max(0, at_ms - self.start_ms) * self.mj // (self.end_ms - self.start_ms)
 
 
 class Bookkeeper:
@@ -282,15 +286,11 @@ class Bookkeeper:
     def _unbooked_part(self, uuid: str, drawn: EnergyDrawn, booked_ms: int, hour_ms: int) -> EnergyDrawn:
         """The energy that was drawn in time that is still to be booked. The rest is ``before`` it, and no holder's: it
         was drawn in time that was booked without it, or in hours in which the GPU has no rows."""
-        start_ms, ts_ms, mj = drawn.start_ms, drawn.end_ms, drawn.mj
-        before_mj = mj * max(0, booked_ms - start_ms) // (ts_ms - start_ms)
-        unbooked = EnergyDrawn(max(start_ms, booked_ms), ts_ms, mj - before_mj, before_mj)
-        if booked_ms < hour_ms:
-            rows_end_ms = max([booked_ms, *[hour.end_ms for hour in self.books.hours if uuid in hour.of]])
-            if rows_end_ms < hour_ms:
-                before_mj += unbooked.within(rows_end_ms, hour_ms)
-                return EnergyDrawn(unbooked.start_ms, ts_ms, unbooked.mj, before_mj)
-        return unbooked
+        before_mj = drawn.within(drawn.start_ms, booked_ms)
+        rows_end_ms = max([booked_ms, *[hour.end_ms for hour in self.books.hours if uuid in hour.of]])
+        if rows_end_ms < hour_ms:
+            before_mj += drawn.within(rows_end_ms, hour_ms)
+        return EnergyDrawn(drawn.start_ms, drawn.end_ms, drawn.mj, booked_ms, before_mj)
 
     def _book_unobserved_until(self, until_ms: int, drawn_by_gpu: dict[str, EnergyDrawn]) -> None:
         """Book all time up to ``until_ms`` as unobserved, in the hours that are open."""

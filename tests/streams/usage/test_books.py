@@ -246,6 +246,18 @@ def test_energy_that_was_drawn_in_a_gap_adds_up_over_the_hours(ends_s: int, firs
     assert sum(row.energy_mj for row in hours) == 300_000 * stop_s
 
 
+def metered(joules: float) -> Any:
+    return gpu("GPU-a", A, metrics={"energy_joules_total": joules})
+
+
+def test_the_energy_of_a_tick_after_a_silence_is_the_same_whether_the_silence_was_closed_or_not() -> None:
+    harness = BookkeeperHarness().play(tick(10_000, metered(0.0)), tick(1_510_000, metered(957_230.0)))
+    harness.silent(3 * HOUR_MS)
+    minute = harness.window(25 * MINUTE_MS, MINUTE_MS)
+    assert minute["GPU-a", "held", "a"].energy_mj == 957_230_000 * 3 // 1_500
+    assert sum(row.energy_mj for row in harness.window().values()) == 957_230_000
+
+
 def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() -> None:
     harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A)))
     assert [(row.revision, row.final) for row in harness.written if row.end_ms - row.start_ms == MINUTE_MS] == [
