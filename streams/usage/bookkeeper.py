@@ -157,10 +157,11 @@ class Bookkeeper:
         if not books.hours or log_ms - books.logged_ms < after_ms:
             return
         until_ms = (log_ms - after_ms) // MINUTE_MS * MINUTE_MS
+        booked_ms = min(until_ms, books.hours[-1].end_ms)
         if not live:
-            self._closed_live_ms = until_ms
+            self._closed_live_ms = booked_ms
             return
-        self._book_unobserved_until(min(until_ms, books.hours[-1].end_ms), {})
+        self._book_unobserved_until(booked_ms, {})
         self._write_closed(until_ms)
 
     def close_silent(self, log_ms: int) -> list[Usage]:
@@ -258,8 +259,7 @@ class Bookkeeper:
         """The energy that each GPU has drawn: by its counter since the last reading, else by its power since
         ``since_ms``. A counter that reads less than before has started again at zero."""
         drawn_by_gpu, booked_ms = dict[str, EnergyDrawn](), self.books.booked_ms
-        if booked_ms < self._closed_live_ms and self.books.hours:  # it was booked live without the counter
-            booked_ms = max(booked_ms, min(self._closed_live_ms, since_ms, self.books.hours[-1].end_ms))
+        booked_ms = max(booked_ms, min(self._closed_live_ms, since_ms))  # it was booked live without the counter
         hour_ms = since_ms // HOUR_MS * HOUR_MS
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)

@@ -258,6 +258,20 @@ def test_the_energy_of_a_tick_after_a_silence_is_the_same_whether_the_silence_wa
     assert sum(row.energy_mj for row in harness.window().values()) == 957_230_000
 
 
+def test_a_replay_divides_energy_as_it_was_live_though_the_clock_was_behind_the_log() -> None:
+    lag_ms, ticks = 30 * MINUTE_MS, list[tuple[CountedTick, int]]()
+    for second in (*range(0, 100, 10), *range(7300, 7400, 30), *range(7500, 12_000, 10)):
+        counted = tick(second * 1000, metered(301.7 * second), interval_ms=10_000, run_id=second // 100)
+        ticks.append((counted, counted.ts_ms + lag_ms))
+    live, replay = BookkeeperHarness(), BookkeeperHarness(Accounting(live=False))
+    for counted, logged_ms in ticks:
+        live.book(counted, logged_ms)
+        replay.book(counted, logged_ms)
+    assert live.window(2 * HOUR_MS) == replay.window(2 * HOUR_MS)
+    for minute in range(120, 180):
+        assert live.window(minute * MINUTE_MS, MINUTE_MS) == replay.window(minute * MINUTE_MS, MINUTE_MS)
+
+
 def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() -> None:
     harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A)))
     assert [(row.revision, row.final) for row in harness.written if row.end_ms - row.start_ms == MINUTE_MS] == [
