@@ -73,6 +73,9 @@ class UsageSums:
         interval_ms = min(tick.get("interval_ms") or 10_000, HOUR_MS)
         since_ms = min(ts_ms, max(before_ms, ts_ms - 3 * interval_ms, node.counted_ms))
         for uuid, devices in by_gpu(tick["devices"]).items():
+            last = node.counters.get(uuid)
+            if ts_ms <= node.counted_ms and last is not None and last[1] < node.counted_ms:
+                continue
             drawn = self._drawn(node, devices[-1], since_ms, max(ts_ms, node.counted_ms))
             if ts_ms <= node.counted_ms:
                 continue

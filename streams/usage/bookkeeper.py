@@ -143,7 +143,7 @@ class Bookkeeper:
         since_ms = max(previous_ms, tick.ts_ms - silent_after_ms(tick.interval_ms or INTERVAL_MS, 0))
         unbooked_ms = max(0, min(books.booked_ms, tick.ts_ms) - since_ms) if stands_for_ms else 0
         if tick.ts_ms <= books.booked_ms:
-            self._read_meters(gpus, books.booked_ms, books.booked_ms)
+            self._read_meters_behind(gpus)
             return Booking("behind", self._pop_records(), unbooked_ms)
         since_ms = max(min(since_ms, tick.ts_ms), books.booked_ms)
         self._book_until(tick, gpus, since_ms)
@@ -282,6 +282,16 @@ class Bookkeeper:
             by_power_mj = round((gpu.power_watts or 0.0) * (ts_ms - since_ms))
             drawn_by_gpu[gpu.uuid] = drawn or EnergyDrawn(since_ms, ts_ms, by_power_mj)
         return drawn_by_gpu
+
+    def _read_meters_behind(self, gpus: list[Gpu]) -> None:
+        """Read the counters of a tick that is behind: what they count since all was booked is of no time. What a GPU
+        has drawn before that is still to be booked, so its counter is left to the next tick."""
+        booked_ms = max(self.books.booked_ms, self._closed_live_ms)
+        for index, gpu in enumerate(gpus):
+            meter = self.books.meters.get(gpu.uuid)
+            if meter is not None and meter.energy_mj is not None and meter.at_ms < booked_ms:
+                gpus[index] = msgspec.structs.replace(gpu, energy_mj=None, power_watts=None)
+        self._read_meters(gpus, booked_ms, booked_ms)
 
     def _unbooked_part(self, uuid: str, drawn: EnergyDrawn, booked_ms: int, hour_ms: int) -> EnergyDrawn:
         """The energy that was drawn in time that is still to be booked. The rest is ``before`` it, and no holder's: it

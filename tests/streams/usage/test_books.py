@@ -258,6 +258,16 @@ def test_the_energy_of_a_tick_after_a_silence_is_the_same_whether_the_silence_wa
     assert sum(row.energy_mj for row in harness.window().values()) == 957_230_000
 
 
+def test_the_energy_of_minutes_that_were_closed_before_their_ticks_came_is_unobserved() -> None:
+    harness = BookkeeperHarness().play(tick(0, metered(0.0)))
+    for second in range(1, 1560):
+        harness.book(tick(second * 1000, metered(300.0 * second)), START_MS + 1_560_000)
+    harness.silent(3 * HOUR_MS)
+    energy_mj = {category: row.energy_mj for (_, category, _), row in harness.window().items()}
+    assert sum(energy_mj.values()) == 1559 * 300_000
+    assert energy_mj["unobserved"] == 360 * 300_000
+
+
 def test_a_replay_divides_energy_as_it_was_live_though_the_clock_was_behind_the_log() -> None:
     lag_ms, ticks = 30 * MINUTE_MS, list[tuple[CountedTick, int]]()
     for second in (*range(0, 100, 10), *range(7300, 7400, 30), *range(7500, 12_000, 10)):
