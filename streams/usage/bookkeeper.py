@@ -117,7 +117,8 @@ class Bookkeeper:
         if verdict == "replay":
             return Booking("replayed", [])
         self._pass_time(logged_ms, live=self._policy.live)
-        gpus = gpus_of(tick, self._slices, self._accounts_by_device, self._policy.split)
+        slices = self._slices.copy()
+        gpus = gpus_of(tick, slices, self._accounts_by_device, self._policy.split)
         self._accounts_by_device = {share.uuid: share.accounts for gpu in gpus for share in gpu.shares}
         if books.booked_ms < tick.ts_ms <= logged_ms + AHEAD_MS:  # an account without time would never be forgotten
             for gpu in gpus:
@@ -137,8 +138,7 @@ class Bookkeeper:
         if tick.ts_ms > logged_ms + AHEAD_MS:
             books.tick_ms = previous_ms
             return Booking("ahead", self._pop_records())
-        books.tick_ms = tick.ts_ms
-        books.node_labels = node_labels
+        books.tick_ms, books.node_labels, self._slices = tick.ts_ms, node_labels, slices
         stands_for_ms = max(0, tick.ts_ms - previous_ms)
         since_ms = max(previous_ms, tick.ts_ms - silent_after_ms(tick.interval_ms or INTERVAL_MS, 0))
         unbooked_ms = max(0, min(books.booked_ms, tick.ts_ms) - since_ms) if stands_for_ms else 0

@@ -423,6 +423,19 @@ def test_while_a_clock_is_wrong_the_books_do_not_grow_with_the_pods_that_come_an
     assert harness.keeper.books.accounts == accounts
 
 
+def test_what_a_tick_ahead_says_of_a_gpu_counts_no_more_than_after_a_restart() -> None:
+    harness, new = BookkeeperHarness().play(tick(0, gpu("GPU-a", A))), gpu("GPU-b", A, compute_slices=None)
+    ahead = tick(200_000, gpu("GPU-a", A), gpu("GPU-b", A, compute_slices=4))
+    assert harness.book(ahead, START_MS + 1000).outcome == "ahead"
+    restarted = BookkeeperHarness()
+    restarted.keeper = Bookkeeper(decode(encode(harness.keeper.books)), restarted.policy)
+    for either in (harness, restarted):
+        for second in range(2, 61):
+            either.book(tick(second * 1000, gpu("GPU-a", A), new, run_id=2, offset=10_000 + second))
+        assert held_ms(either) == 58_000
+    assert harness.window() == restarted.window()
+
+
 def test_while_a_clock_is_ahead_nothing_is_kept_of_mig_devices_that_are_gone() -> None:
     harness, sizes = BookkeeperHarness(), list[int]()
     for second in range(100):
