@@ -153,12 +153,13 @@ class LatestRecords:
                     self._latest[key] = header.generation, header.revision, record.value
 
     def records(self) -> Iterator[Usage]:
-        """The records that count, without those of which nothing is left. A row ``unobserved`` may have energy only."""
+        """The records that count, without those of which nothing is left. A row ``unobserved`` may have energy only,
+        and that of a pod that was not given the device only what it used."""
         for (topic, key), (*_, value) in self._latest.items():
             try:
                 usage = _decode(value)
             except msgspec.DecodeError as error:
                 log.warning("%s, key %r: %s", topic, key, error)
                 continue
-            if usage.slice_ms or usage.energy_mj:
+            if usage.slice_ms or usage.energy_mj or usage.used_us:
                 yield usage
