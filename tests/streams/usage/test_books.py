@@ -91,6 +91,14 @@ def test_a_run_whose_first_tick_is_ahead_stands_for_no_time_before_it() -> None:
     assert (held_ms(harness), held_ms(harness, "b")) == (10_000, 48_000)
 
 
+def test_no_time_is_counted_of_two_runs_whose_ticks_come_in_turn() -> None:
+    harness = BookkeeperHarness().play(*seconds(0, 20, gpu("GPU-a", A)))
+    for second in range(21, 61):
+        harness.book(tick(second * 1000, gpu("GPU-a", A), run_id=1 + second % 2))
+    minute = harness.window(0, MINUTE_MS)
+    assert (held_ms(harness), minute["GPU-a", "unobserved", None].device_ms) == (20_000, 40_000)
+
+
 def test_a_tick_that_was_read_before_is_not_booked_again() -> None:
     harness = BookkeeperHarness().play(*seconds(0, 30, gpu("GPU-a", A)))
     assert harness.book(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"

@@ -34,7 +34,7 @@ readings = st.fixed_dictionaries(
         "encoder_utilization_ratio": st.sampled_from([0.0, 0.5]),
         "tensor_active_ratio": st.sampled_from([0.0, 0.25]),
         "memory_used_bytes": st.integers(0, 80 << 30),
-        "energy_joules_total": st.sampled_from([0.0, 70.001, 70.5, 1000.0, 5e6]),
+        "energy_joules_total": st.sampled_from([0.0, 70.001, 70.5, 1000.0, 957_230.003, 5e6]),
         "power_watts": st.sampled_from([0.0, 99.9, 700.0]),
     },
 )
@@ -72,7 +72,7 @@ def devices(draw: st.DrawFn) -> list[Json]:
     return devices_found
 
 
-gaps = st.sampled_from([500, 1000, 1000, 1000, 2500, 3000, 3500, 61_000, 900_000, 4_000_000, -1000, -70_000])
+gaps = st.sampled_from([500, 1000, 1000, 1000, 2500, 3000, 3500, 61_000, 900_000, 1_511_003, 4_000_000, -1000, -70_000])
 steps = st.lists(
     st.builds(Step, gaps, devices(), st.sampled_from(["exact", "late", "none"]), st.sampled_from([1000, 2000])),
     min_size=2,
