@@ -49,10 +49,10 @@ import msgspec
 
 from streams.attribution.workloads import DraKey, PodName
 from topics.allocations import Allocations, Claim, Container
-from topics.attributed import Holder, Parts, Workload
+from topics.attributed import JOB, Holder, Parts, Workload
 from topics.device_ids import DeviceIndex, DeviceRef, UnknownDeviceId, parse
 from topics.samples import Device, Process
-from topics.workloads import Pod
+from topics.workloads import Owner, Pod
 
 ANNOTATION = "hami.io/vgpu-devices-allocated"
 UNALLOCATED = "unallocated_process"
@@ -140,14 +140,16 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
         if (kind := _CONTROLLERS.get((owner.api_version.split("/")[0], owner.kind))) is not None:
             controller = owner.name
             break
-    workload = Workload("Pod", pod.name) if pod.owners_complete else None  # a pod without owners is its own workload
+    workload = workload_of(owners[-1]) if owners else None
+    if workload is None and pod.owners_complete:
+        workload = Workload("Pod", pod.name)  # a pod without owners is its own workload
     return Holder(
         namespace=pod.namespace,
         pod=pod.name,
         pod_uid=pod.uid,
         container=container,
         resource=resource,
-        workload=Workload(owners[-1].kind, owners[-1].name) if owners else workload,
+        workload=workload,
         job=controller if kind == "job" else None,
         statefulset=controller if kind == "statefulset" else None,
         deployment=controller if kind == "deployment" else None,
@@ -158,6 +160,13 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
         waiting=pod.waiting,
         restarts=pod.restarts,
     )
+
+
+def workload_of(top: Owner) -> Workload:
+    """The top of a chain as a workload. One of the kind of batch jobs is named with its API group: tenants may write any
+    kind as the owner of a pod, and a batch job has neither a namespace nor the labels of a pod."""
+    kind = top.kind if top.kind != JOB else f"{top.kind}.{top.api_version.rpartition('/')[0]}"
+    return Workload(kind, top.name)
 
 
 # -- by HAMi's annotations

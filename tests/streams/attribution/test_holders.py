@@ -9,7 +9,7 @@ from streams.attribution.holders import holders_by_snapshot
 from streams.attribution.workloads import DraKey
 from tests.streams.attribution.records import container, gpu, pod, snapshot
 from topics.allocations import Claim, Container
-from topics.attributed import Holder, Workload
+from topics.attributed import Holder, Workload, pods_of
 from topics.samples import Device, Mig
 from topics.workloads import Owner
 
@@ -221,6 +221,14 @@ def test_the_workload_is_the_top_of_the_chain_and_the_nearest_controller_is_name
 
     assert holder.workload == Workload(*top)
     assert (holder.job, holder.statefulset, holder.deployment) == names
+
+
+def test_a_pod_whose_owner_is_of_a_kind_named_like_that_of_batch_jobs_is_no_batch_job() -> None:
+    holder = holder_of((Owner("wlm.sylabs.io/v1alpha1", "SlurmJob", "4242"),))  # there is such a kind; anybody may forge it
+
+    assert holder.workload == Workload("SlurmJob.wlm.sylabs.io", "4242")
+    assert list(pods_of([holder])) == [("ns", "p", "uid-p")]
+    assert holder_of((Owner("v1", "SlurmJob", "4242"), CRON_JOB)).workload == Workload("CronJob", "train")
 
 
 def test_a_chain_that_is_not_complete_names_no_workload_and_no_controller() -> None:
