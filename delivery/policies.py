@@ -18,6 +18,7 @@ ALERTS = "gpustream.dev/alerts"
 IDLE_AFTER = "gpustream.dev/idle-after"
 
 _SHORTEST_MS = 1_000
+_LONGEST_VALUE = 256  # characters; a longer one is wrong, whatever it says
 
 
 class PolicyError(NamedTuple):
@@ -64,13 +65,12 @@ def parse_policy(
     """The policy in the annotations of a pod and the labels of its namespace."""
     if not annotations and not namespace_labels:
         return NO_POLICY
-    values = (
-        annotations.get(ALERTS),
-        namespace_labels.get(ALERTS),
-        annotations.get(IDLE_AFTER),
-        namespace_labels.get(IDLE_AFTER),
-    )
-    return NO_POLICY if values == (None, None, None, None) else _policy(*values, bounds.longest(namespace))
+    texts = [source.get(name) for name in (ALERTS, IDLE_AFTER) for source in (annotations, namespace_labels)]
+    if texts == [None] * 4:
+        return NO_POLICY
+    # an annotation may have 256 KiB, and the cache keeps it
+    values = [text.strip()[:_LONGEST_VALUE] if text and len(text) > _LONGEST_VALUE else text for text in texts]
+    return _policy(*values, bounds.longest(namespace))
 
 
 @lru_cache(maxsize=4096)
@@ -184,6 +184,8 @@ OWN_ANNOTATIONS = frozenset({"gpustream.dev/reclaimed-by", "gpustream.dev/reclai
 
 _SIMILARITY = 0.75
 _LONGEST_NAME = 100
+_MOST_NAMES = 256  # of an object that are compared: each takes some time, and a tenant may write thousands
+_MOST_MISSPELT = 8  # each becomes an Event
 
 
 def bounds(text: str) -> Bounds:
@@ -205,8 +207,9 @@ def bounds_text(bounds: Bounds) -> str:
 def annotation_errors(
     annotations: Mapping[str, str], namespace: str, bounds: Bounds, *, of_pod: bool
 ) -> list[PolicyError]:
-    """The unknown names and malformed values among the annotations of a pod, or of a namespace."""
-    errors = [error for name in sorted(annotations) if (error := _misspelt(name)) is not None]
+    """The first unknown names, and the malformed values, among the annotations of a pod, or of a namespace."""
+    compared = map(_misspelt, sorted(annotations)[:_MOST_NAMES])
+    errors = [error for error in compared if error is not None][:_MOST_MISSPELT]
     errors += parse_policy(annotations, {}, namespace, bounds).errors
     if (text := annotations.get(RECLAIM)) is not None and not of_pod:
         try:
@@ -228,7 +231,8 @@ def _misspelt(name: str) -> PolicyError | None:
     suffixes = [annotation.removeprefix(PREFIX) for annotation in POLICY_ANNOTATIONS]
     matches = get_close_matches(last, suffixes, n=1, cutoff=_SIMILARITY)
     if f"{prefix}/" != PREFIX:
-        is_similar = SequenceMatcher(None, prefix, PREFIX.rstrip("/")).ratio() >= _SIMILARITY
+        matcher = SequenceMatcher(None, prefix, PREFIX.rstrip("/"))
+        is_similar = matcher.real_quick_ratio() >= _SIMILARITY and matcher.ratio() >= _SIMILARITY
         if not is_similar or not matches:
             return None
     short_name = name[:_LONGEST_NAME]

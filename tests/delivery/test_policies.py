@@ -1,6 +1,7 @@
 """Namespaces allow actions by annotations; wrong annotations are errors."""
 
 import contextlib
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,24 @@ def test_a_value_that_is_wrong_or_out_of_bounds_is_named(
     errors = annotation_errors(annotations, "ml", DEFAULT_BOUNDS, of_pod=of_pod)
     assert len(errors) == (expected is not None)
     assert all(error.text.startswith(expected or "") for error in errors)
+
+
+def test_of_thousands_of_unknown_annotations_a_few_are_errors_and_those_of_values_are_all_there() -> None:
+    hostile = {f"gpustream.dev/a{number:05d}": "" for number in range(10_000)} | {ALERTS: "no", IDLE_AFTER: "10d"}
+    errors = annotation_errors(hostile, "ml", DEFAULT_BOUNDS, of_pod=True)
+    assert [error.name for error in errors[-2:]] == [ALERTS, IDLE_AFTER]
+    assert len(errors) == 10
+
+
+def test_values_of_256_kib_are_not_kept() -> None:
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            assert annotation_errors({ALERTS: f"{number}" * 100_000}, "ml", DEFAULT_BOUNDS, of_pod=True)
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
+    assert annotation_errors({ALERTS: " " * 1000 + "off"}, "ml", DEFAULT_BOUNDS, of_pod=True) == []
 
 
 def test_bounds_are_by_namespace() -> None:
