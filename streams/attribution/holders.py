@@ -10,9 +10,10 @@ not list init containers, so the last sections that are not empty count: as many
 (That is wrong if a sidecar goes before an init container with GPUs.) No record has the order of a pod's containers. So
 a container has the section with the GPUs of its slots, which HAMi makes the kubelet pick since 2.9, and the rest of the
 sections belong to the rest of the containers: then the pod has the right ones, whichever container it was. If there are
-fewer sections, each container has the devices of all. If an annotation can't be read, the kubelet's ids stand. Source:
-HAMi's EncodePodSingleDevice: ``UUID,type,MiB,percent`` with ``:`` after each device and ``;`` after each container. A
-part of a GPU in HAMi's MIG mode is ``UUID[template-position]``, which names no MIG device: not read.
+fewer sections, each container has the devices of all. If an annotation can't be read, or names more devices than the
+pod has slots, the kubelet's ids stand. Source: HAMi's EncodePodSingleDevice: ``UUID,type,MiB,percent`` with ``:`` after
+each device and ``;`` after each container. A part of a GPU in HAMi's MIG mode is ``UUID[template-position]``, which
+names no MIG device: not read.
 
 **Processes** count if they have memory on the device: what only queries it, as monitoring does, has none. If a pod has
 a process on a device that it was not given, the pod becomes an observed holder, a holder as any other. If the node's
@@ -183,12 +184,13 @@ def hami_device_ids(containers: Sequence[Container], pods: Pods) -> dict[Contain
             slots_by_pod.setdefault(pod_name, {}).setdefault(container.container, []).extend(slots)
     device_ids: dict[ContainerName, tuple[str, ...]] = {}
     for pod_name, slots_by_container in slots_by_pod.items():
-        sections = list(sections_by_pod[pod_name] or ())
+        sections = list(sections_by_pod[pod_name] or ())[-len(slots_by_container) :]
+        if sum(map(len, sections)) > sum(map(len, slots_by_container.values())):
+            continue  # a tenant may write the annotation, but the kubelet says how many slots his pod has
         if len(sections) < len(slots_by_container):
             union = tuple(dict.fromkeys(device_id for section in sections for device_id in section))
             device_ids |= {(*pod_name, name): union for name in slots_by_container}
             continue
-        del sections[: -len(slots_by_container)]
         names_left = []
         for name, slots in slots_by_container.items():
             picked = next((section for section in sections if _uuids(section) == _uuids(slots)), None)

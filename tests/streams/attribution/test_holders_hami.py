@@ -122,6 +122,15 @@ def test_with_fewer_sections_than_containers_each_has_all_devices() -> None:
     }
 
 
+def test_an_annotation_with_more_devices_than_the_pod_has_slots_is_not_followed() -> None:
+    """A tenant may write it, and would hold the whole node."""
+    everything = "".join(map(entry, (A, B, C)))
+    assert holders_by_device(f"{everything};", container("p", f"{A}-3")) == {A: [("p", "main")]}
+    given_slots = (container("p", f"{A}-0", name="x"), container("p", f"{B}-1", name="y"))
+    for forged in (f"{everything};", f"{entry(A)};{entry(B)}{entry(C)};"):
+        assert holders_by_device(forged, *given_slots) == {A: [("p", "x")], B: [("p", "y")]}
+
+
 def test_without_an_annotation_or_a_pod_the_slots_name_the_device() -> None:
     assert holders_by_device(None, container("p", f"{A}-3")) == {A: [("p", "main")]}
     assert holders_by_device(f"{entry(B)};", container("q", f"{A}-3")) == {A: [("q", "main")]}
