@@ -15,7 +15,7 @@ from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Facts, Finding, is_silenced, sole_pod, uid_and_key
 from streams.alerts.memory import NodeAlerts, PodMemory
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
-from streams.alerts.text.describe import Described, describe, with_final_figures
+from streams.alerts.text.describe import Described, clean, describe, with_final_figures
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import STEP_MS, means_of_closed_step
 from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint
@@ -226,8 +226,8 @@ def _owner(node: str, pod: PodMemory) -> tuple[str, ...]:
     if not pod.workload_name:
         return "pod", node, pod.namespace, pod.pod, pod.pod_uid or ""
     if pod.workload_kind == JOB:
-        return "workload", "", "", "", pod.pod
-    return "workload", pod.namespace, pod.workload_kind or "", pod.workload_name, ""
+        return "workload", "", "", "", clean(pod.pod)
+    return "workload", pod.namespace, clean(pod.workload_kind or ""), clean(pod.workload_name), ""
 
 
 def with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:

@@ -164,8 +164,8 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
 
 
 def workload_of(top: Owner) -> Workload:
-    """The top of a chain as a workload. One of the kind of batch jobs is named with its API group: tenants may write any
-    kind as the owner of a pod, and a batch job has neither a namespace nor the labels of a pod."""
+    """The top of a chain as a workload. The kind that batch jobs have is written with its API group: a tenant may write
+    any kind as the owner of a pod, and a batch job has neither a namespace nor the labels of a pod."""
     kind = top.kind if top.kind != JOB else f"{top.kind}.{top.api_version.rpartition('/')[0]}"
     return Workload(kind, top.name)
 

@@ -29,6 +29,7 @@ Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annot
 Pairs = Iterable[tuple[str, str | int | None]]
 PLAIN = Wording()
 MAX_VALUE_BYTES = 1024  # longer values are cut after a whole character: many receivers refuse more than 2 KiB
+_INERT = str.maketrans("<>[]", "()()")
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MAX_LISTED = 8  # of pods or processes in a description
 
@@ -123,7 +124,7 @@ def api_status(finding: Finding, tick: Tick) -> dict[str, str]:
     if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
         return {}
     status = _join_names(str(device) for device in tick.unwell if device.device_id == finding.device)
-    return {"api_status": _clean(status)} if status else {}
+    return {"api_status": clean(status)} if status else {}
 
 
 def with_final_figures(alert: Alert, held_ms: int) -> Alert:
@@ -134,7 +135,7 @@ def with_final_figures(alert: Alert, held_ms: int) -> Alert:
     seconds = max(held_ms, 0) / 1000
     wasted = f"{seconds * float(share):.0f}"
     final_sentence = f"In the end it was {duration_words(max(held_ms, 0))}, {wasted} GPU-seconds."
-    description = _clean(f"{alert.annotations['description']} {final_sentence}")
+    description = clean(f"{alert.annotations['description']} {final_sentence}")
     annotations = {**alert.annotations, "description": description, "wasted_gpu_seconds": wasted}
     return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
 
@@ -154,13 +155,17 @@ def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wor
 def _make_labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str, str]:
     own_pairs = [("alertname", rule.name), ("severity", rule.severity)]
     own_pairs += [("k8s_cluster_name", cluster), ("k8s_node_name", node)]
-    texts = {name: _clean(str(value)) for name, value in (*own_pairs, *pairs) if value is not None}
+    texts = {name: clean(str(value)) for name, value in (*own_pairs, *pairs) if value is not None}
     return rule.labels | {name: text for name, text in texts.items() if text}
 
 
-def _clean(value: str) -> str:
-    """A value that any receiver accepts: valid UTF-8, not too long."""
-    return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
+def clean(value: str) -> str:
+    """A value that any receiver accepts, and shows as text: valid UTF-8, not too long, without control characters, and
+    without the brackets by which chats know links and mentions: tenants write owners' names and values of policies."""
+    text = value.translate(_INERT)
+    if not text.isprintable():
+        text = "".join([character if character.isprintable() else "?" for character in text])
+    return text.encode()[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
 
 def _subject_labels(finding: Finding, team_label: str) -> Pairs:
@@ -210,7 +215,7 @@ def _make_annotations(
     defaults = [default.name for default in rules_file.defaults().values() if default.kind == rule.kind]
     runbook = f"{wording.runbook_url}/{defaults[0] if defaults else rule.name}.md"
     texts = {"summary": summary, "description": description, "runbook": runbook, **more}
-    return {name: _clean(text) for name, text in texts.items()} | rule.annotations
+    return {name: clean(text) for name, text in texts.items()} | rule.annotations
 
 
 def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, dict[str, str]]:

@@ -18,7 +18,7 @@ from streams.alerts.rules.rule import Rules, Wording
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import MEMBERS, Alert, AlertGroup, AlertReport, fingerprint, transition_id
-from topics.attributed import Holder
+from topics.attributed import Holder, Workload
 from topics.times import MAX_TIME_MS, epoch_ms, time_of
 
 SOON_RULES = overlay("""
@@ -66,6 +66,12 @@ def test_an_idle_pod_of_eight_gpus_is_one_alert_with_its_gpus_inside() -> None:
 def test_idle_gpus_beside_working_ones_have_another_text() -> None:
     (alert,) = fired(SOON_RULES, (range(60), "n", held_devices(8, holder(), idle=3)))
     assert "3 of 8 GPUs idle, the other 5 work" in alert.annotations["summary"]
+
+
+def test_the_gpus_of_a_workload_are_counted_also_if_its_name_is_not_written_as_it_is() -> None:
+    forged = holder(workload=Workload("Job", "<bert>\n"))
+    (alert,) = fired(SOON_RULES, (range(60), "n", held_devices(8, forged, idle=3)))
+    assert (alert.idle, alert.held, alert.labels["k8s_workload_name"]) == (3, 8, "(bert)?")
 
 
 def test_a_gang_on_three_nodes_is_one_alert() -> None:

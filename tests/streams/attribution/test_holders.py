@@ -224,7 +224,9 @@ def test_the_workload_is_the_top_of_the_chain_and_the_nearest_controller_is_name
 
 
 def test_a_pod_whose_owner_is_of_a_kind_named_like_that_of_batch_jobs_is_no_batch_job() -> None:
-    holder = holder_of((Owner("wlm.sylabs.io/v1alpha1", "SlurmJob", "4242"),))  # there is such a kind; anybody may forge it
+    holder = holder_of(
+        (Owner("wlm.sylabs.io/v1alpha1", "SlurmJob", "4242"),)
+    )  # there is such a kind; anybody may forge it
 
     assert holder.workload == Workload("SlurmJob.wlm.sylabs.io", "4242")
     assert list(pods_of([holder])) == [("ns", "p", "uid-p")]

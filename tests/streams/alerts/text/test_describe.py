@@ -321,6 +321,21 @@ def test_whatever_names_there_are_labels_are_utf_8_of_bounded_length(name: str, 
         assert 0 < len(value.encode()) <= MAX_VALUE_BYTES
 
 
+def test_what_a_tenant_writes_is_no_link_no_mention_and_no_new_line_in_an_alert() -> None:
+    forged = Workload("<!channel>\n[Log in](https://x.example)", "<https://x.example|again>\x1b[31m\u202e")
+    labels, annotations = idle(device(0, holder(workload=forged), busy=0.0))
+    policy = holder(annotations={"gpustream.dev/alerts": "<https://x.example|Renew your login>"})
+    _, about_policy = description_of("GPUPolicyInvalid", tick(0, device(0, policy)))
+    for text in (*labels.values(), *annotations.values(), *about_policy.values()):
+        assert text.isprintable()
+        assert not set("<>[]") & set(text)
+    assert labels["k8s_workload_kind"] == "(!channel)?(Log in)(https://x.example)"
+    assert (
+        "is '(https://x.example|Renew your login)': write on or off"
+        in about_policy["summary"] + about_policy["description"]
+    )
+
+
 def test_a_replay_says_the_same() -> None:
     sample = device(0, holder(), busy=0.0, xids={"31": 1}, events=(AttributedEvent("xid", 31),))
     said_twice = []
