@@ -29,6 +29,7 @@ MADE = "gpustream_producer_ticks_made_total"
 VALUES = "gpustream_producer_values_made_total"
 SENT = "gpustream_producer_ticks_sent_total"
 DROPPED = "gpustream_producer_ticks_dropped_total"
+CROWDED = "gpustream_producer_process_lists_left_out_total"
 HELD = "gpustream_producer_ticks_held"
 BUFFERED = "gpustream_producer_buffered_bytes"
 SNAPSHOTS = "gpustream_producer_snapshots_sent_total"
@@ -44,6 +45,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(DROPPED, "counter", "Ticks that were never acknowledged: buffer_full and buffer_age gave way to newer"
                " ones, too_large and refused could never be sent, unencodable could not be written, stopped were left"
                " at the stop.", ("reason",)),
+    Instrument(CROWDED, "counter", "Lists of a GPU's processes that had no room in a tick, because they are too many."),
     Instrument(HELD, "gauge", "Ticks that wait to be sent or to be acknowledged."),
     Instrument(BUFFERED, "gauge", "Bytes of the ticks that are held; those that wait for long are compressed."),
     Instrument(SNAPSHOTS, "counter", "Snapshots of allocations that the broker acknowledged, repeats included."),
@@ -194,6 +196,7 @@ class NodePublisher:
         if tick.run_id != previous_run_id:
             self._instruments.counter(RUNS).inc()
         self._instruments.counter(MADE).inc()
+        self._instruments.counter(CROWDED).inc(tick.crowded)
         values = sum(len(device.get("metrics") or ()) for device in devices)
         self.sampled_values += values
         self._instruments.counter(VALUES).inc(values)

@@ -19,9 +19,10 @@ import cramjam
 import msgspec
 import orjson
 
-from topics.topic import SCHEMA, Name
+from topics.topic import MAX_MESSAGE_BYTES, SCHEMA, Name
 
 READ_MS = 10_000  # reading a tick takes at most this; an event that is later is from before the clock was set back
+LARGEST_TICK_BYTES = MAX_MESSAGE_BYTES // 2  # with its processes: attribution adds the holders
 PLAIN_TICKS = 4  # how many of the newest ticks are not compressed, if there is room
 MIN_COMPRESSED_BYTES = 512  # a smaller tick is not worth compressing
 _CROWDED_SHARE = 7 / 8  # a buffer fuller than this has no room for several uncompressed ticks in flight
@@ -56,6 +57,21 @@ def sample(
     head = {"schema": SCHEMA, "cluster": cluster, "node": node, "run_id": run_id, "seq": seq, "ts_ms": ts_ms}
     head |= {"allocations_seq": allocations_seq, "interval_ms": interval_ms}
     return _dumps({**head, "devices": [_device(device) for device in devices]})
+
+
+def fitting_sample(*, devices: Sequence[Mapping[str, Any]], **head: Any) -> tuple[bytes, int]:
+    """A tick as :func:`sample` makes it. If it is too large, the devices with the most processes are without them, as
+    many as need be; returns how many, too. Whoever may use a GPU may start any number of processes there."""
+    value, kept, crowded = sample(devices=devices, **head), list(devices), 0
+    excess_bytes = len(value) - LARGEST_TICK_BYTES
+    if excess_bytes <= 0:
+        return value, 0
+    for number in sorted(range(len(kept)), key=lambda number: -len(kept[number].get("processes") or ())):
+        if excess_bytes > 0 and kept[number].get("processes"):
+            bare = {key: rows for key, rows in kept[number].items() if key != "processes"}
+            excess_bytes -= len(_dumps(_device(kept[number]))) - len(_dumps(_device(bare)))
+            kept[number], crowded = bare, crowded + 1
+    return sample(devices=kept, **head), crowded
 
 
 def snapshot(*, cluster: str, node: str, run_id: int, seq: int, ts_ms: int, content: bytes) -> bytes:
@@ -159,12 +175,14 @@ class Snapshot:
 
 class NumberedTick(NamedTuple):
     """A tick with its run and its number. ``value`` is None if it could not be encoded; the ``seq`` is used up anyway.
-    ``snapshots`` are the tick's own and those that its events name, in order."""
+    ``snapshots`` are the tick's own and those that its events name, in order. ``crowded`` is how many devices have so
+    many processes that their lists had no room."""
 
     run_id: int
     seq: int
     value: bytes | None
     snapshots: tuple[Snapshot, ...] = ()
+    crowded: int = 0
 
 
 class Numbering:
@@ -219,7 +237,7 @@ class Numbering:
                 devices = [
                     _with_seqs(device, snapshot_by_time) if device.get("events") else device for device in devices
                 ]
-            value = sample(
+            value, crowded = fitting_sample(
                 cluster=self.cluster,
                 node=self.node,
                 run_id=self.run_id,
@@ -231,7 +249,7 @@ class Numbering:
             )
         except Unencodable:
             return NumberedTick(self.run_id, seq, None)
-        return NumberedTick(self.run_id, seq, value, tuple(snapshots))
+        return NumberedTick(self.run_id, seq, value, tuple(snapshots), crowded)
 
     def _snapshots_at(self, times: Sequence[int], in_force: Callable[[int], Containers] | None) -> dict[int, Snapshot]:
         """The snapshot in force at each of these times, if it is known. The times must be in order."""

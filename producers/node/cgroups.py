@@ -37,7 +37,7 @@ ENVIRON_WITHIN_S = 0.5  # the kernel waits for the lock of the process's memory,
 ADOPTED_WITHIN_S = 10.0  # a process without an owner is read again after this: a batch system may adopt it
 ENDED_WITHIN_S = 10.0  # for this long the id of an ended process still belongs to it
 _MAX_OVERDUE = 4  # environments that do not come: each keeps a thread until it does
-_MAX_CACHED = 4096  # far above the processes that a node has on its GPUs
+_MAX_CACHED = 16_384  # above the processes that a node has on its GPUs, or each tick would read all of them again
 _START_TIME_INDEX = 19  # of field 22 of stat, counted from the parenthesis that closes field 2
 _SERVICES = {"nvidia-cuda-mps": "mps"}  # by command, of which the kernel keeps 15 characters
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?=[/.:]|$)")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from producers.records import NumberedTick, Numbering, Snapshot
 from tests.producers.fakes import containers, devices
+from topics.topic import MAX_MESSAGE_BYTES
 
 
 def _step(numbering: Numbering, ts_ms: int, *pods: str) -> NumberedTick:
@@ -38,6 +39,20 @@ def numbering() -> Numbering:
 
 def test_ticks_count_from_one(numbering: Numbering) -> None:
     assert [_step(numbering, ts_ms).seq for ts_ms in (100, 101, 102)] == [1, 2, 3]
+
+
+def test_a_gpu_with_thousands_of_processes_is_without_them_and_costs_the_node_no_tick(numbering: Numbering) -> None:
+    def gpu(number: int, processes: int) -> dict[str, Any]:
+        rows = [{"pid": pid, "pod_uid": "u" * 36, "container_id": "c" * 64, "memory_used_bytes": None}
+                for pid in range(processes)]  # fmt: skip
+        return {"uuid": f"GPU-{number}", "metrics": {"power_watts": 1.0}, "processes": rows}
+
+    hostile = [gpu(0, 3), gpu(1, 40_000), gpu(2, 1_000), gpu(3, 0)]
+    numbered = numbering.step(100, hostile, None)
+    listed = orjson.loads(numbered.value or b"")["devices"]
+    assert [len(device["processes"]) if "processes" in device else None for device in listed] == [3, None, 1_000, 0]
+    assert [device["metrics"] for device in listed] == [{"power_watts": 1.0}] * 4
+    assert (len(numbered.value or b"") < MAX_MESSAGE_BYTES // 2, numbered.crowded) == (True, 1)
 
 
 def test_a_snapshot_is_new_only_if_its_content_is(numbering: Numbering) -> None:

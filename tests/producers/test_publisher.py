@@ -216,6 +216,15 @@ async def test_a_tick_larger_than_a_message_is_refused_before_it_is_sent() -> No
     assert bench.dropped() == {"too_large": 1, "unencodable": 1}
 
 
+async def test_lists_of_processes_that_have_no_room_are_counted() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        crowded = [{"uuid": "GPU-0", "metrics": {}, "processes": [{"pid": pid} for pid in range(400_000)]}]
+        bench.publisher.publish(2_000, crowded, None)
+        await settle()
+
+    assert (bench.seqs(), bench.dropped(), bench.count(names.CROWDED)) == ([1], {}, 1)
+
+
 @pytest.mark.parametrize("cause", ["refused", "too_large"])
 async def test_samples_go_without_a_snapshot_that_can_never_be_sent(cause: str) -> None:
     async with running(Bench()) as bench:
