@@ -361,7 +361,8 @@ TOPIC = Topic(
         "and comes at least once. A repeat has the same bytes, but an alert about several GPUs is also written again "
         "while it fires: with the next revision if its GPUs or its severity change, and once an hour with new figures, "
         "while ticks show that it goes on. Each firing is followed by at most one resolved. Open alerts "
-        "are written again daily; an alert that was resolved 7 days ago is deleted (a record without a value)."
+        "are written again daily; an alert that was resolved 7 days ago is deleted (a record without a value), and "
+        "earlier if its node has more than 2,000 that were resolved since."
     ),
 )
 

@@ -57,6 +57,10 @@ MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending co
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
 REPORT_MS = 3_600_000  # how often a part of a group is reported again, to update the group's figures
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node counts as removed
+MOST_POD_EVENTS = 1000
+"""While a node has so many conditions, nothing fires that happened to a single pod, such as an error of its program:
+pods may come and go all the time, and the state of a node has to fit in a record."""
+
 LEAVING_MS = 120_000  # for so long a node that was removed from the cluster may still send ticks
 _GROUPED_BY_NODE: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # several GPUs of a node have one cause
 _replace = msgspec.structs.replace
@@ -140,6 +144,7 @@ def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules)
         Tracked(name=name, device=device, pod_uid=uid, key=key, since_ms=max(tick.ts_ms, f.since_ms), event=f.event)
         for (name, device, uid, key), f in finding_by_identity.items()
         if f.holds and (name, device, uid, key) not in tracked_identities
+        if len(state.tracked) < MOST_POD_EVENTS or not (uid and f.event)
     ]
     conditions: Iterable[Tracked] = state.tracked
     if new_conditions:  # the first cause is judged first: the others may wait for it

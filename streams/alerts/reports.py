@@ -23,6 +23,7 @@ from topics.attributed import JOB, Holder
 from topics.times import epoch_ms, time_of
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
+MOST_RESOLVED = 2000  # of a node: pods that come and go all the time may each have an alert
 _DEPENDENT_KINDS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of a workload that depend on its GPUs of this kind
     "crash_loop": ("held_idle", "stalled", "straggler"),
     "held_idle": ("stalled", "straggler"),
@@ -100,8 +101,8 @@ def resolved_alert(alert: Alert, condition: Tracked, at_ms: int, reason: str) ->
 
 
 def finish_step(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
-    """The step with the reports to each group as one record, and with deletions of alerts resolved a week ago.
-    The state keeps which alerts are resolved until they are deleted or fire again."""
+    """The step with the reports to each group as one record, and with deletions of alerts resolved a week ago, or that
+    are too many. The state keeps which alerts are resolved until they are deleted or fire again."""
     resolved = dict(state.resolved)
     reports: dict[tuple[str, bool], AlertReport] = {}
     other_writes: list[Write] = []
@@ -132,9 +133,12 @@ def finish_step(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
     by_phase = sorted(reports.items(), key=lambda item: item[1].phase)
     report_writes = [Write("renewal" if renewal else "report", group, record) for (group, renewal), record in by_phase]
     writes = [*other_writes, *report_writes]
-    for expired in [key for key, ended_ms in resolved.items() if now_ms - ended_ms >= DELETE_MS]:
-        del resolved[expired]
-        writes.append(Write("deletion", expired, None))
+    expired = [key for key, ended_ms in resolved.items() if now_ms - ended_ms >= DELETE_MS]
+    if len(resolved) - len(expired) > MOST_RESOLVED:
+        expired = sorted(resolved, key=lambda key: (resolved[key], key))[:-MOST_RESOLVED]
+    for gone in expired:
+        del resolved[gone]
+        writes.append(Write("deletion", gone, None))
     return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), tuple(writes))
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from streams.alerts import machine
+from streams.alerts import machine, reports
 from streams.alerts.machine import MAX_GAP_MS, REPEAT_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.reports import DELETE_MS, Step, finish_step
@@ -500,3 +500,27 @@ def test_a_state_that_was_written_and_read_goes_on_in_the_same_way(ticks: list[T
         assert reborn.state == life.state
     for uninterrupted, restarted in zip(life.written, reborn.written, strict=True):
         assert encode(uninterrupted) == encode(restarted)
+
+
+# -- bounds
+
+
+def test_pods_that_come_and_go_with_errors_of_their_own_make_no_state_without_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "MOST_POD_EVENTS", 10)
+    monkeypatch.setattr(reports, "MOST_RESOLVED", 20)
+    life, wrong, sizes = Life(DEFAULTS), {"gpustream.dev/alerts": "never"}, set[tuple[bool, bool]]()
+    for s in range(0, 7200, 10):
+        pod, events = holder(f"p{s // 20}", annotations=wrong), (AttributedEvent("xid", 31),)
+        state = "lost" if s >= 7000 else "ok"
+        life.step(tick(s, device(0, pod, busy=0.9, events=events, xids={"31": s + 1}), device(1, state=state)))
+        assert life.state is not None
+        sizes.add((len(life.state.tracked) <= 10 + 4, len(life.state.resolved) <= 20))
+    assert sizes == {(True, True)}
+    names = Counter(alert.name for alert in life.written if alert.state == "firing")
+    assert (names["GPULost"], names["GPUPolicyInvalid"]) == (1, 360)
+    assert 20 < names["GPUXid"] < 360
+    resolved = [alert.fingerprint for alert in life.written if alert.state == "resolved"]
+    assert life.state is not None
+    assert sorted(life.deleted) == sorted(set(resolved) - life.state.resolved.keys())
