@@ -41,6 +41,7 @@ from streams.usage.books import (
     add_rows,
     encode,
     labels_of,
+    of_team,
     records_of,
     row_of,
     rows_of,
@@ -56,6 +57,10 @@ INTERVAL_MS = 10_000  # of a producer that does not report it
 FORGET_MS = 25 * HOUR_MS
 """After this time without a tick a node's books are deleted, and what they know of a GPU is after this time without a
 reading of its counter: gpu.attributed has no tick of it any more."""
+
+MOST_OWNER_BYTES = 1024 * 1024
+"""With more than this of workloads and labels in its books, a node's new ones are left out: books have to fit in a
+record."""
 
 Outcome = Literal["booked", "opened", "behind", "ahead", "replayed"]
 """How a tick was handled. ``booked``: its time was booked. ``opened``: it is the first of its run, and stands for no
@@ -99,7 +104,7 @@ class Bookkeeper:
 
     def __init__(self, books: Books, policy: Accounting) -> None:
         self.books, self._policy = books, policy
-        self._account_numbers = {account.name: number for number, account in sorted(books.accounts.items())}
+        self._index_accounts()
         self._slices = {uuid: meter.slices for uuid, meter in books.meters.items()}
         self._accounts_by_device: dict[str, DeviceAccounts] = {}
         self._records: list[Usage] = []
@@ -184,26 +189,47 @@ class Bookkeeper:
         for namespace, pod, pod_uid, container, _, *owner in share.accounts.identities:
             name = (gpu.uuid, share.uuid, "held", namespace, pod, pod_uid, container)
             number = self._account_numbers.get(name)
-            account = None if number is None else self.books.accounts[number]
-            if (
-                number is None
-                or account is None
-                or owner != [account.workload, account.labels, account.namespace_labels]
-            ):
+            if number is None or owner != self.books.accounts[number].owner:
                 workload, labels, namespace_labels = owner
                 workload_of(workload), labels_of(labels), labels_of(namespace_labels)
-                number = self._open_account(Account(*name, workload, labels, namespace_labels))
+                number = self._account_of(Account(*name, workload, labels, namespace_labels), number)
             numbers.append(number)
         return tuple(numbers)
+
+    def _account_of(self, account: Account, number: int | None) -> int:
+        """The number of an account whose holder has another workload or other labels than in ``number``, or is new.
+
+        Within a minute the last ones count, so an account that no closed minute has is changed. Labels change, and pods
+        come and go, as often as tenants like: if the books have very many labels, no more are added but the team's.
+        """
+        if self._owner_bytes > MOST_OWNER_BYTES:
+            account = of_team(account, self._policy.team_label)
+        if number is None:
+            return self._open_account(account)
+        before = self.books.accounts[number]
+        if before == account:
+            return number
+        if any(number in hour.rows for hour in self.books.hours):
+            return self._open_account(account)
+        self._owner_bytes += account.owner_bytes - before.owner_bytes
+        self.books.accounts[number] = account
+        return number
 
     def _account_without_holder(self, gpu_uuid: str, uuid: str, category: str) -> int:
         number = self._account_numbers.get((gpu_uuid, uuid, category, None, None, None, None))
         return self._open_account(Account(gpu_uuid, uuid, category)) if number is None else number
 
+    def _index_accounts(self) -> None:
+        """Note the last number of each account, and how many bytes of workloads and labels there are."""
+        accounts = self.books.accounts
+        self._account_numbers = {account.name: number for number, account in sorted(accounts.items())}
+        self._owner_bytes = sum([account.owner_bytes for account in accounts.values()])
+
     def _open_account(self, account: Account) -> int:
         number = max(self.books.accounts, default=0) + 1
         self.books.accounts[number] = account
         self._account_numbers[account.name] = number
+        self._owner_bytes += account.owner_bytes
         return number
 
     # -- booking
@@ -398,7 +424,7 @@ class Bookkeeper:
         rows += [rows_of(minute.rows) for hour in books.hours for minute in hour.minutes]
         used = {number for numbers in rows for number in numbers}
         books.accounts = {number: account for number, account in books.accounts.items() if number in used}
-        self._account_numbers = {account.name: number for number, account in sorted(books.accounts.items())}
+        self._index_accounts()
         self._accounts_by_device.clear()
         open_gpus = {uuid for hour in books.hours for uuid in hour.of}
         since_ms = books.booked_ms - FORGET_MS

@@ -57,6 +57,15 @@ class Account(msgspec.Struct, frozen=True, omit_defaults=True):
         """What identifies it in a window. Accounts with the same name differ in workload or labels only."""
         return self.gpu_uuid, self.uuid, self.category, self.namespace, self.pod, self.pod_uid, self.container
 
+    @property
+    def owner(self) -> list[msgspec.Raw]:
+        """What may change of its holder."""
+        return [self.workload, self.labels, self.namespace_labels]
+
+    @property
+    def owner_bytes(self) -> int:
+        return sum(map(len, map(bytes, self.owner)))
+
 
 class Meter(msgspec.Struct, omit_defaults=True):
     """What is known of a physical GPU: its model, its slices, and the last reading of its energy counter."""
@@ -109,6 +118,15 @@ encode = msgspec.json.Encoder().encode
 rows_of = msgspec.json.Decoder(Rows).decode
 labels_of = lenient(msgspec.json.Decoder(dict[str, str] | None).decode)
 workload_of = lenient(msgspec.json.Decoder(Workload | None).decode)
+
+
+def of_team(account: Account, team_label: str) -> Account:
+    """The account with no labels of its pod and namespace but the team's."""
+    labels, namespace_labels = (
+        msgspec.Raw(encode({name: text for name, text in (labels_of(raw) or {}).items() if name == team_label}))
+        for raw in (account.labels, account.namespace_labels)
+    )
+    return msgspec.structs.replace(account, labels=labels, namespace_labels=namespace_labels)
 
 
 def row_of(rows: Rows, number: int) -> Amounts:

@@ -396,6 +396,32 @@ def test_labels_that_change_are_those_of_the_last_tick_and_the_time_is_one_row()
     assert (harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held_ms(harness)) == ("y", 60_000)
 
 
+def test_labels_that_change_with_each_tick_cost_the_books_an_account_a_minute_and_the_last_of_each_counts() -> None:
+    harness = BookkeeperHarness()
+    for second in range(1200):
+        harness.book(tick(second * 1000, gpu("GPU-a", holder("a", labels={"step": f"{second}"}))))
+    assert len(harness.keeper.books.accounts) <= 20 + 1
+    labels = [harness.window(minute * 60_000, MINUTE_MS)["GPU-a", "held", "a"].labels for minute in range(19)]
+    assert labels == [{"step": f"{60 * minute + 60}"} for minute in range(19)]
+    assert {held_ms(harness, start_ms=minute * 60_000) for minute in range(19)} == {60_000}
+
+
+def test_pods_with_large_labels_that_come_and_go_leave_room_in_the_books_and_keep_their_teams() -> None:
+    harness, large = BookkeeperHarness(), {f"app.kubernetes.io/{number}": "x" * 60 for number in range(100)}
+    for second in range(0, 3600, 5):
+        pod = holder(
+            f"p{second // 10}", labels={**large, "team": "own"}, namespace_labels={"team": "space", "tier": "1"}
+        )
+        harness.book(tick(second * 1000, gpu("GPU-a", pod), interval_ms=5000))
+        if second == 1800:
+            harness.keeper = Bookkeeper(decode(encode(harness.keeper.books)), harness.policy)
+    assert len(encode(harness.keeper.books)) < 2_000_000
+    rows = [row for (_, category, _), row in harness.window().items() if category == "held"]
+    assert {row.team for row in rows} == {"own"}
+    assert sum(row.device_ms for row in rows) == 3595_000 // MINUTE_MS * MINUTE_MS
+    assert (len(rows[0].labels), len(rows[-1].labels)) == (101, 1)
+
+
 def test_malformed_labels_are_refused_and_nothing_is_booked() -> None:
     harness = BookkeeperHarness().play(tick(0, gpu("GPU-a", A)))
     with pytest.raises(msgspec.DecodeError):
