@@ -119,6 +119,7 @@ TOPIC = Topic(
     cleanup="delete",
     retention_hours=48,
     by_node=True,
-    promise="Sent when it changes and every 5 minutes. A pod that ended is in the record that ends it, and for 30"
+    promise="Sent when it changes and every 5 minutes. A pod's labels, annotations and first owner may change ten times"
+    " at once, and then once a minute: the last ones count. A pod that ended is in the record that ends it, and for 30"
     " minutes in those of every 5 minutes.",
 )

@@ -27,6 +27,8 @@ JsonDict = dict[str, Any]
 _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)  # the annotations that pods inherit from their namespace
 MOST_UNWELL = 256  # the most unwell devices in a node's record: a rule may taint all devices of a node
 _LONGEST_MAINTENANCE = 256
+CHANGE_MS = 60_000  # a pod's labels, annotations and owner may change once in this time, and
+MOST_CHANGES = 10  # so often at once: with each change all series of its devices are new ones
 HEAD_BYTES = 4096  # an upper bound for the rest of a record, beside its pods, devices and labels
 
 
@@ -55,6 +57,8 @@ class Store:
         self.nodes: dict[str, Labels] = {}
         self.namespaces: dict[str, Namespace] = {}
         self._chains: dict[PodOwner, Chain] = {}
+        self._next_change_ms: dict[str, int] = {}
+        self._later: dict[str, KnownPod] = {}
         self._published_pods: set[str] = set()
         self._followed_owners: set[PodOwner] = set()
         self._removed_nodes_ms: dict[str, int] = {}
@@ -139,8 +143,22 @@ class Store:
             return 0
         before = self.pods.get(pod.metadata.uid)
         after = pods.known_pod(pod, self._selection, before, now_ms)
-        self._apply(self.pods.put(after, now_ms))
+        self._put(before, after, now_ms)
         return after.cut if before is None or before.cut != after.cut else 0
+
+    def _put(self, before: KnownPod | None, after: KnownPod, now_ms: int) -> None:
+        """Add or update a pod. If what a tenant says of it changes too often, the last of that counts later."""
+        self._later.pop(after.uid, None)
+        if before is not None and _said(before) != _said(after):
+            next_ms = max(self._next_change_ms.get(after.uid, 0), now_ms)
+            if next_ms - now_ms > MOST_CHANGES * CHANGE_MS:  # the clock was set back
+                next_ms = now_ms
+            if next_ms - now_ms > (MOST_CHANGES - 1) * CHANGE_MS:
+                self._later[after.uid] = after
+                after = msgspec.structs.replace(after, **_said(before))
+            else:
+                self._next_change_ms[after.uid] = next_ms + CHANGE_MS
+        self._apply(self.pods.put(after, now_ms))
 
     def remove_pod(self, uid: str, now_ms: int) -> None:
         self._apply(self.pods.end(uid, now_ms))
@@ -204,6 +222,9 @@ class Store:
             self._mark_changed(pod.node for pod in self.pods.of_owner(owner))
 
     def expire(self, now_ms: int) -> None:
+        for uid, after in list(self._later.items()):
+            if (before := self.pods.get(uid)) is not None:
+                self._put(before, msgspec.structs.replace(before, **_said(after)), now_ms)
         self._apply(self.pods.expire(now_ms))
         self.slices.expire(self.nodes)
         self._mark_pools_changed(self.claims.expire(now_ms))
@@ -233,6 +254,8 @@ class Store:
                 self._follow(owner)
             if before and not after:
                 self._published_pods.discard(before.uid)
+                self._next_change_ms.pop(before.uid, None)
+                self._later.pop(before.uid, None)
             owner = before.followed_owner if before else None
             if owner is not None and owner in self._followed_owners and not self.pods.of_owner(owner):
                 self._followed_owners.discard(owner)
@@ -253,6 +276,11 @@ class Store:
             return Chain((), complete=True)
         owner = PodOwner(pod.namespace, pod.owner)
         return self._chains.get(owner) or Chain((pod.owner,), complete=owner not in self._followed_owners)
+
+
+def _said(pod: KnownPod) -> JsonDict:
+    """What a tenant may change of a pod at any time."""
+    return {"labels": pod.labels, "annotations": pod.annotations, "owner": pod.owner}
 
 
 def _row(pod: KnownPod | Pod, ended_ms: int | None, chain: Chain, namespace: Namespace) -> JsonDict:

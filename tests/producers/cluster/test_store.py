@@ -22,6 +22,7 @@ from producers.cluster.store import Store, fit
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent
+from tests.growth import kept
 from tests.producers.cluster.kubernetes_objects import (
     START,
     START_MS,
@@ -704,3 +705,23 @@ def test_a_node_is_in_maintenance_by_its_annotation_or_a_taint(fields: dict[str,
     cluster = state()
     cluster.put_node("n1", {}, node.maintenance)
     assert cluster.nodes["n1"] == ({} if maintenance is None else {"gpustream.dev/maintenance": maintenance})
+
+
+def test_labels_and_owners_that_change_each_second_change_once_a_minute_and_the_last_ones_count() -> None:
+    cluster, published = state("n1"), dict[str, None]()
+    for second in range(3600):
+        now_ms = NOW_MS + second * 1000
+        owner = Owner("apps/v1", "ReplicaSet", f"rs-{second}", f"uid-{second}")
+        cluster.put_pod(pod(labels={"app": f"{second}"}, owner=owner), now_ms)
+        cluster.expire(now_ms)
+        content = cluster.pop_content("n1")
+        for listed in content.pods if content else ():
+            published[listed["labels"]["app"] + listed["owners"][0]["name"]] = None
+    assert 60 < len(published) <= 70
+    cluster.expire(NOW_MS + 3660 * 1000)
+    assert row(cluster)["labels"] == {"app": "3599"}
+    cluster.put_pod(pod(labels={"app": "set-back"}), NOW_MS)
+    assert row(cluster)["labels"] == {"app": "set-back"}
+    cluster.remove_pod("uid-bert-0", NOW_MS)
+    cluster.expire(NOW_MS + 2 * KEPT_MS)
+    assert kept(cluster) <= kept(state("n1"))
