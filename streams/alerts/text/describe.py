@@ -29,7 +29,7 @@ Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annot
 Pairs = Iterable[tuple[str, str | int | None]]
 PLAIN = Wording()
 MAX_VALUE_BYTES = 1024  # longer values are cut after a whole character: many receivers refuse more than 2 KiB
-_INERT = str.maketrans("<>[]", "()()")
+_INERT = str.maketrans("<>", "()")
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MAX_LISTED = 8  # of pods or processes in a description
 
@@ -161,8 +161,8 @@ def _make_labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str,
 
 def clean(value: str) -> str:
     """A value that any receiver accepts, and shows as text: valid UTF-8, not too long, without control characters, and
-    without the brackets by which chats know links and mentions: tenants write owners' names and values of policies."""
-    text = value.translate(_INERT)
+    without that by which chats know links and mentions: tenants write owners' names and values of policies."""
+    text = value.translate(_INERT).replace("](", "] (")
     if not text.isprintable():
         text = "".join([character if character.isprintable() else "?" for character in text])
     return text.encode()[:MAX_VALUE_BYTES].decode("utf-8", "ignore")

@@ -328,8 +328,9 @@ def test_what_a_tenant_writes_is_no_link_no_mention_and_no_new_line_in_an_alert(
     _, about_policy = description_of("GPUPolicyInvalid", tick(0, device(0, policy)))
     for text in (*labels.values(), *annotations.values(), *about_policy.values()):
         assert text.isprintable()
-        assert not set("<>[]") & set(text)
-    assert labels["k8s_workload_kind"] == "(!channel)?(Log in)(https://x.example)"
+        assert not set("<>") & set(text)
+        assert "](" not in text
+    assert labels["k8s_workload_kind"] == "(!channel)?[Log in] (https://x.example)"
     assert (
         "is '(https://x.example|Renew your login)': write on or off"
         in about_policy["summary"] + about_policy["description"]
