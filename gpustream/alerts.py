@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
-import msgspec
 from click.core import ParameterSource
 
 from delivery.connection import Connection
@@ -23,7 +22,7 @@ from delivery.settings import READABLE_FILE
 from delivery.values import duration_words
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
-from gpustream.output import answer, json_lines, printable, second, show
+from gpustream.output import answer, json_lines, json_text, printable, second, show
 from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
 from streams.alerts.rules import rules_file
@@ -161,7 +160,7 @@ class LatestAlerts:
 
 def _print_transition(alert: Alert, form: Form) -> None:
     if form == "json":
-        click.echo(msgspec.json.encode(alert))
+        click.echo(json_text(alert))
         return
     at = alert.ends_at or alert.starts_at
     cells = row(alert, at)

@@ -21,7 +21,7 @@ from delivery.settings import DURATION, URL
 from delivery.values import counted
 from gpustream.command import LOG_FORMAT, Command, option, options, output_format, record_of
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
-from gpustream.output import FAILED, failed, show
+from gpustream.output import FAILED, failed, json_text, show
 from sinks.receiver import Credentials
 from sinks.settings import HttpSettings, url_errors
 
@@ -190,7 +190,7 @@ def compare(
         raise failed(f"no series of GPUs there are {owner}: say with {option_name} which these are")
     comparison = compared(their_readings, our_readings, tolerance)
     if form == "json":
-        click.echo(msgspec.json.encode(report(comparison)))
+        click.echo(json_text(report(comparison)))
     else:
         show(COLUMNS, [row_text(row) for row in comparison.rows if everything or row.verdict not in FINE])
         click.echo(summary(comparison), err=True)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import csv
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -75,7 +76,15 @@ def show(
 def json_lines(records: Iterable[Any]) -> None:
     """Each record as JSON, on a line."""
     for record in records:
-        click.echo(msgspec.json.encode(record))
+        click.echo(json_text(record))
+
+
+def json_text(value: object) -> str:
+    """A value as JSON on one line. Characters on which a terminal would act are escaped: they are in strings only."""
+    text = msgspec.json.encode(value).decode()
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], str] = lambda _: "") -> Table:

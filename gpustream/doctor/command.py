@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-import msgspec
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, URL
@@ -23,7 +22,7 @@ from gpustream.command import KAFKA, LOG_FORMAT, Command, option, options, outpu
 from gpustream.doctor import checks
 from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.situation import CheckResult, Situation
-from gpustream.output import FAILED, answer, printable
+from gpustream.output import FAILED, answer, json_text, printable
 from producers.cluster.config import ClusterSettings
 
 SCHEMA = 1
@@ -81,7 +80,7 @@ def doctor(
     situation = answer(gather(connection, scope))
     results = checks.run(situation)
     if form == "json":
-        click.echo(msgspec.json.encode(report(situation, results)))
+        click.echo(json_text(report(situation, results)))
     else:
         click.echo("\n".join(text(situation, results)))
     raise SystemExit(FAILED if any(result.findings for result in results.values()) else 0)

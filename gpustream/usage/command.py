@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
-import msgspec
 
 from delivery import prices as price_list
 from delivery import values
@@ -27,7 +26,7 @@ from delivery.values import counted
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, combined, option, output_format
 from gpustream.history import utc
-from gpustream.output import FAILED, aligned, answer, cell, csv_lines, failed, written
+from gpustream.output import FAILED, aligned, answer, cell, csv_lines, failed, json_text, printable, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range
@@ -237,7 +236,7 @@ def usage(
             time_range = bill.range.until(now_ms())
         plan = answer(_count(connection, time_range, table, bill))
         for note in [*plan.notes, *(table_notes(table) if plan.range.is_nonempty else ())]:
-            click.echo(note, err=True)
+            click.echo(printable(note), err=True)
         if not plan.range.is_nonempty:
             raise SystemExit(FAILED)
         if bill is not None and focus_file is not None:
@@ -245,7 +244,7 @@ def usage(
     except (PricesError, BillError) as error:
         raise failed(error) from error
     if form == "json":
-        click.echo(msgspec.json.encode(as_json(plan.range, table)))
+        click.echo(json_text(as_json(plan.range, table)))
     elif form == "csv":
         sys.stdout.writelines(csv_lines([CSV_COLUMNS, *as_csv(table)]))
     else:

@@ -252,7 +252,7 @@ class Bill:
                 "AllocatedMethodDetails": _encoder.encode(details).decode(),
                 **allocation,
                 "x_OriginRow": str(number),
-                "x_UsageCategory": part.category,
+                "x_UsageCategory": cell(part.category),
             }
 
 

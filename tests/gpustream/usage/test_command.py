@@ -244,3 +244,13 @@ def test_a_broker_without_usage_is_one_sentence() -> None:
         result = _usage(running.address)
     assert result.exit_code == 1
     assert result.stderr.startswith("there is no topic gpu.usage")
+
+
+def test_a_model_without_a_price_can_not_steer_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    with EmbeddedBroker() as running:
+        running.start({HOURS.name: 2, MINUTES.name: 2})
+        _write(running.address, [usage("ml", model="x\x1b]0;t\x07\x9b31m\u202e")])
+        result = _usage(running.address, "--from", FROM, "--to", TO, "--prices", str(tmp_path / "prices.yaml"))
+
+    assert "no price for x?]0;t??31m?: 1.00 GPU-hours of it are not in the cost\n" in result.stderr

@@ -284,3 +284,8 @@ def test_no_holder_of_a_bill_is_a_formula_in_a_spreadsheet(tmp_path: Path) -> No
     rows = written(tmp_path, bill(tmp_path, {}), [usage("=HYPERLINK(1)")])
 
     assert {row["AllocatedResourceName"] for row in rows} == {"'=HYPERLINK(1)"}
+
+
+def test_a_category_of_a_later_version_is_neither_a_formula_nor_steers_a_terminal(tmp_path: Path) -> None:
+    row, *_ = written(tmp_path, bill(tmp_path, {}), [usage(category="=lent\x1b[31m")])
+    assert row["x_UsageCategory"] == "'=lent?[31m"
