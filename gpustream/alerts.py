@@ -76,11 +76,14 @@ def alerts(connection: Connection, policies: bool, rules: Path | None, follow: b
 
 
 async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> None:
-    """The policies of the pods that run, by the last record of each node in gpu.workloads."""
+    """The policies of the pods that run, by the last record of the newest leader about each node in gpu.workloads."""
     nodes: dict[bytes, NodeWorkloads] = {}
     async with history.opened(connection, [workloads.TOPIC.name]) as reader:
         async for records in reader.records(await reader.spans(workloads.TOPIC.name)):
-            nodes |= {record.key: node for record, node in history.decoded(records, _decode_workloads, log)}
+            for record, node in history.decoded(records, _decode_workloads, log):
+                known = nodes.get(record.key)
+                if known is None or (node.epoch, node.seq) >= (known.epoch, known.seq):
+                    nodes[record.key] = node
     rows = sorted(row for node in nodes.values() for row in policy_rows(node, bounds))
     if form == "json":
         json_lines(dict(zip(POLICY_COLUMNS, row, strict=True)) for row in rows)

@@ -222,16 +222,19 @@ class Evidence:
                 node.snapshots.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
                 node.has_holders = bool(snapshot.containers)
             elif topic == workloads.TOPIC.name:
-                node_workloads = self._workloads(record.value or b"")
-                self.listed_ms[node_workloads.cluster] = max(
-                    self.listed_ms.get(node_workloads.cluster, 0), record.timestamp
-                )
-                node = self.nodes[NodeName(node_workloads.cluster, node_workloads.node)]
-                node.outdated_epochs += node_workloads.epoch < (node.epoch or 0)
-                node.removed, node.epoch = node_workloads.removed, max(node.epoch or 0, node_workloads.epoch)
+                self._add_workloads(record)
         except msgspec.DecodeError:
             if topic == samples.TOPIC.name:
                 self.unreadable[self._fate_without_output(record)] += 1
+
+    def _add_workloads(self, record: Any) -> None:
+        listed = self._workloads(record.value or b"")
+        self.listed_ms[listed.cluster] = max(self.listed_ms.get(listed.cluster, 0), record.timestamp)
+        node = self.nodes[NodeName(listed.cluster, listed.node)]
+        if listed.epoch < (node.epoch or 0):
+            node.outdated_epochs += 1
+        else:
+            node.removed, node.epoch = listed.removed, listed.epoch
 
     def _add_dead_letter(self, record: Any) -> None:
         if (offset := dead_letters.resubmitted(record.headers)) is not None:

@@ -56,11 +56,11 @@ def kafka() -> Iterator[str]:
         yield running.address
 
 
-def _write(kafka: str, records: Sequence[tuple[str, bytes | None]]) -> None:
+def _write(kafka: str, records: Sequence[tuple[str, bytes | None]], topic: str = "gpu.alerts") -> None:
     async def write() -> None:
         async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
             for key, value in records:
-                await producer.send_and_wait("gpu.alerts", value, key=key.encode())
+                await producer.send_and_wait(topic, value, key=key.encode())
 
     asyncio.run(write())
 
@@ -208,3 +208,19 @@ def test_policies_are_listed_with_what_of_them_counts() -> None:
          "the annotation gpustream.dev/idle-after is '10d', and 1d is the most that counts here"),
         ("ml", "hours", "c/n", "gpustream.dev/idle-after=2h", "its GPUs may be idle for 2h"),
     ]  # fmt: skip
+
+
+def test_the_policies_are_those_that_the_newest_leader_wrote() -> None:
+    def listed(epoch: int, seq: int, policy: str) -> bytes:
+        pod = Pod("ml", "a", "u", annotations={"gpustream.dev/idle-after": policy})
+        return msgspec.json.encode(
+            NodeWorkloads(schema=1, cluster="c", node="n", epoch=epoch, seq=seq, ts_ms=1, pods=(pod,))
+        )
+
+    with EmbeddedBroker() as running:
+        running.start({"gpu.workloads": 1})
+        records = [listed(2, 1, "1h"), listed(2, 2, "2h"), listed(1, 9, "9h")]
+        _write(running.address, [("c/n", record) for record in records], topic="gpu.workloads")
+        (policy,) = _alerts("--kafka", running.address, "--policies", "--format", "json").stdout.splitlines()
+
+    assert json.loads(policy)["policy"] == "gpustream.dev/idle-after=2h"

@@ -47,9 +47,9 @@ def snapshot(seq: int = 1, **fields: Any) -> Record:
     return Record("gpu.allocations", msgspec.json.encode(_of_node(fields) | {"seq": seq, "ts_ms": SINCE_MS}))
 
 
-def workloads(cluster: str = "c", *, removed: bool = False) -> Record:
+def workloads(cluster: str = "c", *, removed: bool = False, epoch: int = 0) -> Record:
     """What the API server knows of the node."""
-    value = {"schema": SCHEMA, "cluster": cluster, "node": "n", "removed": removed}
+    value = {"schema": SCHEMA, "cluster": cluster, "node": "n", "removed": removed, "epoch": epoch}
     return Record("gpu.workloads", msgspec.json.encode(value))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Evidence, NodeEvidence, NodeName, SampledRun
 from gpustream.tally import Ranges
-from tests.gpustream.doctor.records import RUN, Record, attributed, letter, receipt, sample, snapshot
+from tests.gpustream.doctor.records import RUN, Record, attributed, letter, receipt, sample, snapshot, workloads
 
 NODE = NodeName("c", "n")
 Numbers = st.lists(st.integers(1, 30))
@@ -131,3 +131,12 @@ def test_reasons_without_end_become_one() -> None:
 
     assert len(evidence.dead_letters) == MAX_REASONS + 1
     assert evidence.open_dead_letters()[OTHERS] == 50
+
+
+def test_a_leader_that_another_one_has_replaced_can_not_say_that_a_node_is_gone() -> None:
+    evidence = Evidence({})
+    for record in (workloads(epoch=2), workloads(epoch=1, removed=True)):
+        evidence.add(record)
+    node = evidence.nodes[NODE]
+
+    assert (node.removed, node.epoch, node.outdated_epochs) == (False, 2, 1)
