@@ -12,7 +12,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +27,7 @@ from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.sender import Sender
+from topics.times import time_of
 from topics.topic import Topic
 
 R = TypeVar("R")
@@ -173,7 +173,7 @@ class Writer:
 
 def utc(at_ms: int) -> str:
     """A time as people read it: ``2026-11-22 13:00Z``."""
-    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%MZ}"
+    return f"{time_of(at_ms):%Y-%m-%d %H:%MZ}"
 
 
 async def check_retention(

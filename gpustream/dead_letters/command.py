@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import click
-import orjson
+import msgspec
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
@@ -42,9 +42,10 @@ from gpustream.dead_letters.letters import (
     original,
     refusal_reason,
 )
-from gpustream.output import FAILED, answer, failed, json_lines, printable, second, show
+from gpustream.output import FAILED, answer, failed, json_lines, json_text, printable, second, show
 from topics import dead_letters as contract
 from topics.times import time_of
+from topics.topic import UNDECODABLE
 
 _FOREVER_S = 365 * 86_400.0
 
@@ -190,10 +191,10 @@ def show_letter(letter: LetterId, connection: Connection, form: Literal["text", 
             "whole": is_whole,
             "value_base64": base64.b64encode(value).decode(),
         }
-        click.echo(orjson.dumps(fields))
+        click.echo(json_text(fields))
     else:
         reason = refusal_reason(found_letter) or (record if isinstance(record, str) else None)
-        click.echo("\n".join(_as_text(found_letter, value, reason)))
+        click.echo("\n".join(map(printable, _as_text(found_letter, value, reason))))
 
 
 async def _find(connection: Connection, letter_id: LetterId) -> tuple[Letter, Original | str] | None:
@@ -209,17 +210,16 @@ def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:
     name, partition, offset = letter.cause.origin
     size = counted(letter.cause.length, "byte")
     yield f"letter    {letter.id}, of {second(time_of(letter.logged_ms))}"
-    yield f"from      {name} partition {partition} offset {offset}, key {printable(letter.key_text) or 'not kept'}"
-    yield f"stage     {printable(letter.cause.stage)}"
-    yield f"error     {printable(letter.cause.error)}"
+    yield f"from      {name} partition {partition} offset {offset}, key {letter.key_text or 'not kept'}"
+    yield f"stage     {letter.cause.stage}"
+    yield f"error     {letter.cause.error}"
     yield f"record    {size}" if len(value) == letter.cause.length else f"record    the first {len(value)} of {size}"
     yield f"again     {f'no: {reason}' if reason else 'it can be sent again: `gpustream dead-letters resubmit`'}"
     yield ""
     try:
-        lines = orjson.dumps(orjson.loads(value), option=orjson.OPT_INDENT_2).decode().splitlines()
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # it is no JSON, or nested too deeply to be written
-        lines = [repr(value)[2:-1]]
-    yield from map(printable, lines)
+        yield from msgspec.json.format(value).decode().split("\n")  # with its own digits: they may be what is wrong
+    except UNDECODABLE:
+        yield repr(value)[2:-1]
 
 
 @dead_letters.command(
@@ -259,7 +259,7 @@ def resubmit(
     result = answer(resubmission.resubmit(connection, since_s, letter_filter, send=yes))
     for reason, ids in result.not_sent.items():
         listed = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
-        click.echo(f"not sent: {listed}: {reason}", err=True)
+        click.echo(printable(f"not sent: {listed}: {reason}"), err=True)
     for name, count in sorted(result.sent.items()):
         click.echo(f"{name}: {counted(count, 'record')} {'sent again' if yes else 'would be sent again: add --yes'}")
     if not result.sent:

@@ -136,9 +136,9 @@ async def resubmit(connection: Connection, since_s: float, letter_filter: Letter
     """Sends the letters that match, or only finds out which could be. Reads the receipts when nobody else writes."""
     result = Resubmitted({}, {})
     async with contextlib.AsyncExitStack() as stack:
-        resubmission = await stack.enter_async_context(open_resubmission(connection)) if send else None
         reader = await stack.enter_async_context(history.opened(connection, [contract.TOPIC.name]))
         originals = await stack.enter_async_context(history.opened(connection, RESUBMITTABLE))
+        resubmission = await stack.enter_async_context(open_resubmission(connection)) if send else None
         snapshots, missing = Snapshots(originals), set(letter_filter.ids)
         async for letter in letters(reader, since_s):
             if letter not in letter_filter:

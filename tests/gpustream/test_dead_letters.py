@@ -1,9 +1,12 @@
 """Which letters are looked at, what is said of several, and what an old tick that comes again means to its readers."""
 
+import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner
 
 from delivery.replays import LastTick, after, verdict
@@ -144,7 +147,59 @@ def test_readers_that_had_a_newer_tick_of_its_run_drop_it_and_others_take_it() -
     assert verdict(newer_run, attributed(1, 2, 11)) == "next"
 
 
-@pytest.mark.parametrize("value", [b"[" * 300 + b"]" * 300, b"[" * 2000, b'"\\ud800"'])
+@pytest.mark.parametrize("value", [b"[" * 2000 + b"]" * 2000, b"[" * 2000, b'"\xff"'])
 def test_a_record_that_can_not_be_written_as_json_is_shown_as_it_is(value: bytes) -> None:
     *_, shown = _as_text(letter(0)._replace(value=value), value, None)
     assert shown == repr(value)[2:-1]
+
+
+def test_a_record_is_shown_with_its_own_digits() -> None:
+    value = b'{"index": 18446744073709551616, "ratio": 0.10000000000000000555, "seq": 1, "seq": 2, "power": 1e400}'
+    *_, first, index, ratio, one, two, power, last = _as_text(letter(0), value, None)
+
+    assert "".join(line.strip() for line in (first, index, ratio, one, two, power, last)) == (
+        '{"index": 18446744073709551616,"ratio": 0.10000000000000000555,"seq": 1,"seq": 2,"power": 1e400}'
+    )
+
+
+def test_a_letter_of_any_log_time_is_listed() -> None:
+    assert group_of(letter(0)._replace(logged_ms=2**62)).last == "9999-12-31 23:59:59Z"
+
+
+EVIL = "\x1b]0;t\x07\x9b31m\n\u202e"
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[str]:
+    """A broker with a dead letter whose headers are not ours."""
+    headers = {"topic": EVIL, "partition": "0", "offset": str(2**70), "stage": EVIL, "error": EVIL}
+    headers |= {"length": str(2**70), "at_ms": str(2**70)}
+
+    async def write(kafka: str) -> None:
+        async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+            encoded = [(name, text.encode()) for name, text in headers.items()]
+            await producer.send_and_wait("gpu.dead-letters", b"{}", key=EVIL.encode(), headers=encoded)
+
+    with EmbeddedBroker() as broker:
+        broker.start(dict.fromkeys(("gpu.dead-letters", *letters.RESUBMITTABLE), 1))
+        asyncio.run(write(broker.address))
+        yield broker.address
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["list"], ["list", "--format", "json"], ["show", "0:0"], ["show", "0:0", "--format", "json"], ["resubmit"]],
+)
+def test_no_header_of_a_letter_steers_a_terminal(hostile: str, command: list[str]) -> None:
+    result = CliRunner().invoke(main, ["dead-letters", *command, "--kafka", hostile])
+
+    assert result.exit_code == (1 if command == ["resubmit"] else 0)
+    assert result.output
+    assert all(line.replace("\t", "").isprintable() for line in result.output.split("\n"))
+
+
+def test_what_is_to_be_sent_to_a_broker_that_is_not_there_is_one_sentence() -> None:
+    result = CliRunner().invoke(main, ["dead-letters", "resubmit", "--yes", "--kafka", "127.0.0.1:1"])
+
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("no Kafka broker answers at 127.0.0.1:1 ")
