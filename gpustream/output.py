@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -26,6 +26,7 @@ from rich.text import Text
 
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
+from topics.times import epoch_ms, time_of
 
 R = TypeVar("R")
 Row = TypeVar("Row", bound=tuple[str, ...])
@@ -130,8 +131,9 @@ def printable(text: object, replacement: str = "?") -> str:
 
 
 def second(at: datetime) -> str:
-    """A time to the second, as people read it: ``2026-11-22 13:00:05Z``."""
-    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+    """A time to the second, as people read it: ``2026-11-22 13:00:05Z``. One before 1970 is 1970: in UTC, the first hours
+    of other zones are of no year."""
+    return f"{time_of(max(0, epoch_ms(at))):%Y-%m-%d %H:%M:%SZ}"
 
 
 def cell(name: str) -> str:
