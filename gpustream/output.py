@@ -131,8 +131,8 @@ def printable(text: object, replacement: str = "?") -> str:
 
 
 def second(at: datetime) -> str:
-    """A time to the second, as people read it: ``2026-11-22 13:00:05Z``. One before 1970 is 1970: in UTC, the first hours
-    of other zones are of no year."""
+    """A time to the second, as people read it: ``2026-11-22 13:00:05Z``. One before 1970 is 1970: in UTC, the first
+    hours of other zones are of no year."""
     return f"{time_of(max(0, epoch_ms(at))):%Y-%m-%d %H:%M:%SZ}"
 
 

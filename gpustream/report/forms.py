@@ -94,14 +94,15 @@ def _totals(current: Summary, previous: Summary | None) -> Section:
     for row in usage_rows:
         costs.setdefault(row.category, []).append(row.cost or Decimal(0))
     rows = []
-    unknown_categories = sorted(categories.keys() - set(CATEGORIES))  # written by a later version
+    previous_categories = {} if previous is None else previous.teams.categories
+    unknown_categories = sorted({*categories, *previous_categories} - {*CATEGORIES})  # written by a later version
     for name in (*CATEGORIES, *unknown_categories, "all"):
-        sums = whole if name == "all" else categories[name]
+        sums = whole if name == "all" else categories.get(name, Sums())
         cells = [format_number(sums.gpu_hours), percent(current.teams.share(sums))]
         cells += map(format_number, (sums.used_hours, sums.idle_hours, Fraction(sums.energy_mj, MJ_IN_KWH)))
         cells += _cost_cells(sum(costs.get(name, ()), Decimal("0.00")) if current.teams.prices else None)
         if previous is not None:
-            previous_sums = previous.teams.whole if name == "all" else previous.teams.categories.get(name, Sums())
+            previous_sums = previous.teams.whole if name == "all" else previous_categories.get(name, Sums())
             cells.append(format_number(previous_sums.gpu_hours))
         rows.append(Row((name,), cells, mark="*" * sums.growing))
     columns = ["GPU-hours", "share", "used", "idle", "kWh", *_cost_column(current), *(["before"] if previous else [])]

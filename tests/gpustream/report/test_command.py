@@ -17,8 +17,10 @@ from click.testing import CliRunner, Result
 
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from gpustream.report import forms
 from gpustream.report.command import previous_range
 from gpustream.report.forms import WIDTH
+from gpustream.report.summary import Summary
 from gpustream.usage.read import Range
 from tests.eventually import LIMIT_S
 from tests.usage_records import START_MS, usage
@@ -245,3 +247,20 @@ def test_what_can_not_be_done_is_one_sentence(kafka: str, tmp_path: Path) -> Non
     assert "it is empty: write a path" in _run("report", kafka, "--output", "").stderr
     assert "--to: needs --from" in _run("report", kafka, "--to", "2026-11-20").stderr
     assert _run("report", kafka, "--top", "0").exit_code == 2
+
+
+def test_a_category_of_a_later_version_that_only_the_time_before_has_is_a_row() -> None:
+    def summary(*records: Usage) -> Summary:
+        result = Summary()
+        for record in records:
+            result.add(record)
+        result.close()
+        return result
+
+    before = summary(usage(category="lent", start_ms=START_MS - HOUR_MS))
+    time = Range(START_MS, START_MS + HOUR_MS)
+    text = "\n".join(forms.as_text(forms.report(time, summary(usage()), before, ([], {}), 10, [])))
+
+    rows = {row[0]: row for row in _section(text, "All time of the GPUs")}
+    assert [rows[name][-1] for name in ("lent", "all")] == ["1.00", "1.00"]
+    assert rows["lent"][1] == "0.00"
