@@ -14,7 +14,14 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
+from aiokafka.errors import (
+    KafkaConnectionError,
+    KafkaError,
+    NodeNotReadyError,
+    RequestTimedOutError,
+    StaleMetadata,
+    TransactionalIdAuthorizationFailed,
+)
 
 from delivery import aiokafka_patches as aiokafka_patches  # for what it changes in aiokafka
 from delivery import opening
@@ -100,12 +107,18 @@ async def connect_consumer(connection: Connection, **options: Any) -> Any:
 
 
 async def start_client(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
-    """Start a client from ``make``, with a new one for each attempt, until a broker answers; cancel to give up."""
+    """Start a client from ``make``, with a new one for each attempt, until a broker answers; cancel to give up.
+
+    Raises TransactionalIdAuthorizationFailed if it may not use its transactional id.
+    """
     throttle = LogThrottle()
     for delay_s in backoff(backoff_s):
         client = make()
         try:
             await client.start()
+        except TransactionalIdAuthorizationFailed:
+            await close(client)
+            raise
         except KafkaError as error:
             await close(client)
             if throttle.is_due(reason := explain(error, connection)):

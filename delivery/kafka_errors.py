@@ -23,6 +23,7 @@ from aiokafka.errors import (
     InvalidSessionTimeoutError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
     UnsupportedSaslMechanismError,
 )
 
@@ -94,6 +95,8 @@ aiokafka.errors.kafka_errors |= {
 _ACLS = "give its user the ACLs of this component that docs/how-to/kafka.md lists"
 _DENIED = {
     GroupAuthorizationFailedError: "Read the consumer group {names}: add the ACL Read on Group {names} for its user",
+    TransactionalIdAuthorizationFailed: "use the transactional id {names}: add the ACL Write on TransactionalId {names}"
+    " for its user",
     TopicAuthorizationFailedError: f"use the topic {{names}}: {_ACLS}",
     ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
 }

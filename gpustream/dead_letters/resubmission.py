@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from aiokafka.errors import KafkaError, ProducerFenced
+from aiokafka.errors import KafkaError, ProducerFenced, TransactionalIdAuthorizationFailed
 
 from delivery.clients import close, producer, start_client
 from delivery.connection import Connection
@@ -99,7 +99,7 @@ class Resubmission:
 async def open_resubmission(connection: Connection) -> AsyncIterator[Resubmission]:
     """A resubmission. It aborts the transaction that another one left open, and fences that one.
 
-    Raises BrokerError if the broker begins no transaction.
+    Raises BrokerError if the broker begins no transaction, or the user has no right to.
     """
     sender = None
     try:
@@ -115,6 +115,8 @@ async def open_resubmission(connection: Connection) -> AsyncIterator[Resubmissio
                 connection,
             )
         yield Resubmission(connection, sender)
+    except TransactionalIdAuthorizationFailed as error:
+        raise BrokerError(f"{connection}: {describe(error)}") from error
     except TimeoutError as error:
         raise BrokerError(
             f"{connection} has begun no transaction in {_BEGIN_S:.0f} s: a broker without transactions, or too few"

@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaConnectionError
+from aiokafka.errors import KafkaConnectionError, TransactionalIdAuthorizationFailed
 
 import delivery.clients
 from delivery import opening
@@ -108,6 +108,14 @@ async def test_a_client_that_is_cancelled_while_it_bootstraps_leaves_no_connecti
         await broker.ended.wait()
         gc.collect()
     assert [str(warning.message) for warning in warned if "AIOKafkaConnection" in str(warning.message)] == []
+
+
+async def test_a_client_that_may_not_use_its_transactional_id_is_not_started_again() -> None:
+    refused = AsyncMock(side_effect=[TransactionalIdAuthorizationFailed("t"), None])
+    client = SimpleNamespace(start=refused, stop=AsyncMock())
+    with pytest.raises(TransactionalIdAuthorizationFailed):
+        await delivery.clients.start_client(lambda: client, Connection("k:1"), backoff_s=(0.0,))
+    client.stop.assert_awaited_once()
 
 
 async def test_a_client_whose_stop_takes_too_long_leaves_no_connection_open_and_opens_none(

@@ -14,6 +14,7 @@ from aiokafka.errors import (
     KafkaConnectionError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
     UnsupportedSaslMechanismError,
     for_code,
 )
@@ -133,6 +134,7 @@ def test_a_kafka_on_this_machine_that_is_away_needs_no_fix(server: str) -> None:
         (TopicAuthorizationFailedError({"b", "a"}), "use the topic a, b: "),
         (GroupAuthorizationFailedError("g"), "Read the consumer group g: add the ACL Read on Group g for its user"),
         (GroupAuthorizationFailedError("Unable to get coordinator id for g"), "Read the consumer group g: add the ACL"),
+        (TransactionalIdAuthorizationFailed("t"), "use the transactional id t: add the ACL Write on TransactionalId t"),
         (ClusterAuthorizationFailedError(), "do what this needs of the cluster: "),
     ],
 )
