@@ -13,6 +13,10 @@ the garbage collector finds it. So such a connection is closed before.
 An answer to OffsetFetch may have an error of the whole group, such as that the broker is not its coordinator any more,
 and then it has no partitions. aiokafka ignores that error, and would take the answer for "there are no commits".
 
+The name of a record's header may be any bytes, and aiokafka raises an error if they are not UTF-8: one such record
+would end each of its readers, again and again. So a fetch with such a name is read again, with what is no UTF-8
+replaced.
+
 A producer compresses at zstd's level 1: our records become no larger than at level 3, in 0.8 of the time.
 
 Another release of aiokafka may have what is changed here otherwise. Then importing this module raises ImportError: a
@@ -24,24 +28,26 @@ Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creatio
 import asyncio
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import aiokafka
 import aiokafka.admin.client
 import aiokafka.client
+import aiokafka.consumer.fetcher
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.codec import zstd_encode
 from aiokafka.conn import CloseReason
-from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.fetcher import Fetcher, MemoryRecords, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError, for_code
 from aiokafka.producer.message_accumulator import MessageAccumulator
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder, _DefaultRecordBatchPy
+from aiokafka.record.memory_records import _MemoryRecordsPy
 
 _OFFSETS_RETRY_S = 0.5
 _OTHER_COORDINATOR = (GroupCoordinatorNotAvailableError.errno, NotCoordinatorForGroupError.errno)
@@ -56,11 +62,23 @@ _CHANGED: tuple[tuple[Any, str, str], ...] = (
     (GroupCoordinator, "_send_req", "self, request"),
     (GroupCoordinator, "_do_commit_offsets", "self, assignment, offsets"),
     (_BATCHES, "zstd_encode", "payload, level"),
+    (PartitionRecords, "_unpack_records", "self"),
+    (_MemoryRecordsPy, "next_batch", "self, _min_slice, _magic_offset"),
+    (_DefaultRecordBatchPy, "_maybe_uncompress", "self"),
 )
-"""What is replaced below: where it is, its name, and its parameters."""
+"""What is replaced or extended below: where it is, its name, and its parameters."""
 
-_SET = ((MessageAccumulator, "_batch_ttl"), (Fetcher, "_fetch_min_bytes"), (GroupCoordinator, "_group_instance_id"))
-"""Private attributes that :mod:`delivery.clients` and :mod:`delivery.group` set."""
+_SET = (
+    (MessageAccumulator, "_batch_ttl"),
+    (Fetcher, "_fetch_min_bytes"),
+    (GroupCoordinator, "_group_instance_id"),
+    (PartitionRecords, "_records"),
+    (PartitionRecords, "_aborted_transactions"),
+    (PartitionRecords, "_aborted_producers"),
+    (_MemoryRecordsPy, "_next_slice"),
+    (_DefaultRecordBatchPy, "_buffer"),
+)
+"""Private attributes that this module, :mod:`delivery.clients` and :mod:`delivery.group` read or set."""
 
 _missing = [
     f"{owner.__name__}.{name}({parameters})"
@@ -162,3 +180,53 @@ GroupCoordinator._do_commit_offsets = _commit_offsets  # noqa: SLF001 - likewise
 
 _ZSTD_LEVEL = 1
 _BATCHES.zstd_encode = partial(zstd_encode, level=_ZSTD_LEVEL)
+
+
+class _NamesInUtf8(bytearray):
+    """The content of a batch. What is decoded of it, the names of headers, is UTF-8 with replacements."""
+
+    def __getitem__(self, index: Any) -> Any:
+        item = super().__getitem__(index)
+        return _NamesInUtf8(item) if isinstance(index, slice) else item
+
+    def decode(self, encoding: str = "utf-8", errors: str = "replace") -> str:
+        return super().decode(encoding, errors)
+
+
+class _LenientBatch(_DefaultRecordBatchPy):  # type: ignore[misc] # likewise
+    def _maybe_uncompress(self) -> None:
+        super()._maybe_uncompress()
+        self._buffer: bytearray = _NamesInUtf8(self._buffer)
+
+
+class _LenientRecords(_MemoryRecordsPy):  # type: ignore[misc] # likewise
+    def next_batch(self, *args: Any) -> Any:
+        content, batch = self._next_slice, super().next_batch(*args)
+        return _LenientBatch(content) if isinstance(batch, DefaultRecordBatch) else batch
+
+
+class _KeptRecords:
+    """What was fetched of a partition: aiokafka's own records, and their bytes."""
+
+    def __init__(self, bytes_data: bytes) -> None:
+        records, self.content = MemoryRecords(bytes_data), bytes_data
+        self.has_next, self.next_batch, self.size_in_bytes = records.has_next, records.next_batch, records.size_in_bytes
+
+
+_unpack_records: Callable[..., Iterator[Any]] = PartitionRecords._unpack_records  # noqa: SLF001 - likewise
+
+
+def _unpack_all_records(partition: Any) -> Iterator[Any]:
+    """aiokafka's own iterator over what was fetched. If the name of a header is no UTF-8, it goes on with another."""
+    aborted = partition._aborted_transactions.copy()  # noqa: SLF001 - likewise
+    try:
+        yield from _unpack_records(partition)
+    except UnicodeDecodeError:
+        next_offset = partition.next_fetch_offset
+        partition._records = _LenientRecords(partition._records.content)  # noqa: SLF001 - likewise
+        partition._aborted_transactions, partition._aborted_producers = aborted, set()  # noqa: SLF001 - likewise
+        yield from (record for record in _unpack_records(partition) if record.offset >= next_offset)
+
+
+aiokafka.consumer.fetcher.MemoryRecords = _KeptRecords
+PartitionRecords._unpack_records = _unpack_all_records  # noqa: SLF001 - likewise

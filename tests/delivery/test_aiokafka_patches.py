@@ -15,13 +15,18 @@ import cramjam
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.cluster import ClusterMetadata
+from aiokafka.consumer import fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaConnectionError
 from aiokafka.protocol.commit import OffsetFetchResponse_v3
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v4
 from aiokafka.protocol.metadata import MetadataResponse_v5
-from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
+from aiokafka.record.default_records import (
+    DefaultRecordBatch,
+    DefaultRecordBatchBuilder,
+    _DefaultRecordBatchBuilderPy,
+)
 from aiokafka.structs import OffsetAndMetadata
 
 from delivery import aiokafka_patches
@@ -216,3 +221,45 @@ except ImportError as error:
         " GroupCoordinator._do_commit_offsets(self, assignment, offsets) and"
         " MessageAccumulator._batch_ttl, which gpustream changes: aiokafka 0.14.0 is the one to install"
     )
+
+
+class NotUtf8(str):
+    """The name of a header, as a client of another language may write it."""
+
+    __slots__ = ()
+
+    def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+        return b"\xff" + super().encode(encoding, errors)
+
+
+def written(first: int, names: list[str], codec: int = 0, producer_id: int = -1) -> bytes:
+    """A batch from this offset on: a record for each name, which its header has. Transactional if it has a producer."""
+    builder = _DefaultRecordBatchBuilderPy(2, codec, int(producer_id >= 0), producer_id, 0, 0, 1 << 20)
+    for offset, name in enumerate(names):
+        assert builder.append(offset, 1, b"k", str(offset).encode(), [(name, b"v")]) is not None
+    batch = builder.build()
+    struct.pack_into(">q", batch, 0, first)
+    return bytes(batch)
+
+
+@pytest.mark.parametrize("codec", [0, ZSTD])
+def test_a_header_whose_name_is_no_utf_8_ends_no_reader(codec: int) -> None:
+    tp = TopicPartition("gpu.samples", 0)
+    fetched = b"".join(
+        (
+            written(10, ["a", "b"], codec),
+            written(12, ["aborted"], codec, producer_id=7),
+            written(13, ["c", NotUtf8("d"), "e"], codec),
+            written(16, ["aborted"], codec, producer_id=7),
+            written(17, ["f", NotUtf8("g")], codec),
+        )
+    )
+    unread = fetcher.PartitionRecords(
+        tp, fetcher.MemoryRecords(fetched), [(7, 12)], 11, None, None, True, fetcher.READ_COMMITTED
+    )
+    names = [(record.offset, record.value, *dict(record.headers), unread.next_fetch_offset) for record in unread]
+    assert names == [
+        (11, b"1", "b", 12), (13, b"0", "c", 14), (14, b"1", "\ufffdd", 15), (15, b"2", "e", 16),
+        (17, b"0", "f", 18), (18, b"1", "\ufffdg", 19),
+    ]  # fmt: skip
+    assert unread.next_fetch_offset == 19
