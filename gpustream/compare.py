@@ -82,7 +82,9 @@ class PrometheusClient:
             response = msgspec.json.decode(text)
             if response["status"] == "success":
                 result: list[dict[str, Any]] = response["data"]["result"]
-                return result
+                return [
+                    series for series in result if series.keys() & {"value", "values"}
+                ]  # a native histogram has none
             reason = response.get("error", text)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
             reason = " ".join(text[:_MAX_ERROR_CHARS].split())

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
 from gpustream.cli import main
 from gpustream.compare import PrometheusClient, PrometheusError, gather, report, summary
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
+from sinks.receiver import Credentials
 from sinks.series.cache import Cache
 from sinks.series.translation import Translator
 from sinks.settings import HttpSettings
@@ -359,3 +362,26 @@ async def test_a_series_whose_last_sample_is_older_than_the_window_is_there_with
     monkeypatch.setattr(PrometheusClient, "_query", query)
     client = PrometheusClient("http://p", None, None, 1000.0)  # type: ignore[arg-type]
     assert await client.readings("", 120.0) == [Reading(labels, (Sample(1000.0, 0.5),))]
+
+
+async def test_a_native_histogram_of_something_else_on_gpus_is_left_out() -> None:
+    latency, temperature = {"__name__": "gpu_latency_seconds"}, {"__name__": "gpu_temperature"}
+
+    async def answer(request: web.Request) -> web.Response:
+        query = str((await request.post())["query"])
+        of_range = query.endswith("ms]")
+        plain = {"values": [[1.0, "33"]]} if of_range else {"value": [1.0, "33"]}
+        histogram = {"histograms": [[1.0, {}]]} if of_range else {"histogram": [1.0, {}]}
+        series = [
+            {"metric": latency, **(plain if query.startswith("count") else histogram)},
+            {"metric": temperature, **plain},
+        ]
+        return web.json_response({"status": "success", "data": {"result": series}})
+
+    app = web.Application()
+    app.router.add_post("/api/v1/query", answer)
+    async with TestServer(app) as server, ClientSession() as session:
+        client = PrometheusClient(str(server.make_url("/")), session, Credentials(HttpSettings()), 1.0)
+        (reading,) = await client.readings("", 60)
+
+    assert reading.labels == temperature
