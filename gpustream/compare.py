@@ -82,9 +82,8 @@ class PrometheusClient:
             response = msgspec.json.decode(text)
             if response["status"] == "success":
                 result: list[dict[str, Any]] = response["data"]["result"]
-                return [
-                    series for series in result if series.keys() & {"value", "values"}
-                ]  # a native histogram has none
+                with_values = {"value", "values"}  # a native histogram has none of them
+                return [series for series in result if series.keys() & with_values]
             reason = response.get("error", text)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
             reason = " ".join(text[:_MAX_ERROR_CHARS].split())
