@@ -136,28 +136,24 @@ class OpenSeries:
 
     def tick(self, sample: SeriesTick, window: NodeWindow | None = None) -> NodeTick:
         """The samples of a tick, or of its window: each series once, and an end for those that are gone."""
+        node = self._nodes.get((sample.cluster, sample.node))
+        open_before = node.open if node is not None else ()
         if window is None and self._resolution is not None:
             window = self.fold(sample, None)
         if window is not None:
-            (_, groups), withheld = window.written(), window.withheld
-            written, ended, began_ms = window.first, window.ended, window.began_ms
-        else:
-            cache = self._cache(sample)
-            _, groups = self._translator.translate(sample, cache)
-            withheld, ended, began_ms = cache.withheld, [], sample.ts_ms
-            written = tuple([group.series for group in groups])
-        node = self._nodes.get((sample.cluster, sample.node))
-        open_before = node.open if node is not None else ()
-        markers = self._markers(open_before, written, began_ms) if open_before != written else []
-        if window is not None:
-            written = tuple([group.series for group in groups])
-            marker_samples = samples_of([group for group in (*markers, *ended) if group.is_end])
-            groups = [*markers, *ended, *groups]
-            return NodeTick(sample, groups, written, marker_samples, withheld, _size(groups))
-        if node is not None and node.size is not None and open_before == written:
-            return NodeTick(sample, groups, open_before, 0, withheld, node.size)
-        groups += markers
-        return NodeTick(sample, groups, written, samples_of(markers), withheld, _size(groups))
+            _, last = window.written()
+            ends = [*self._markers(open_before, window.first, window.began_ms), *window.ended]
+            markers, groups = samples_of([group for group in ends if group.is_end]), [*ends, *last]
+            series = tuple([group.series for group in last])
+            return NodeTick(sample, groups, series, markers, window.withheld, _size(groups))
+        cache = self._cache(sample)
+        _, groups = self._translator.translate(sample, cache)
+        series = tuple([group.series for group in groups])
+        if node is not None and node.size is not None and series == open_before:
+            return NodeTick(sample, groups, open_before, 0, cache.withheld, node.size)
+        ends = self._markers(open_before, series, sample.ts_ms)
+        groups += ends
+        return NodeTick(sample, groups, series, samples_of(ends), cache.withheld, _size(groups))
 
     def _markers(self, before: Sequence[SeriesSet], after: Sequence[SeriesSet], ts_ms: int) -> list[SampleGroup]:
         """The staleness markers of the series that are in sets ``before`` and in none ``after``."""
@@ -171,9 +167,8 @@ class OpenSeries:
         for series in removed:
             if series in overlapping:
                 identities = translator.identities(series)
-                rows = tuple([row for row, key in zip(series.rows, identities, strict=True) if key not in written])
-                if len(rows) < len(series.rows):
-                    series = SeriesSet(series.labels, rows, series.subject)
+                rows = [row for row, key in enumerate(identities) if key not in written]
+                series = series if len(rows) == len(series.rows) else series.part(rows)
             if series.rows:
                 markers.append(SampleGroup(series, ts_ms, [STALE] * len(series.rows)))
         return markers

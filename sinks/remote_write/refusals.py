@@ -25,7 +25,7 @@ from typing import NamedTuple
 from delivery.instruments import Instruments
 from sinks.remote_write.policy import TOO_LARGE, UNTIMELY, WHOLE, Refusal
 from sinks.remote_write.send import RemoteWriteSender
-from sinks.series.model import Row, SampleGroup, SeriesSet, samples_of
+from sinks.series.model import SampleGroup, SeriesSet, samples_of
 from topics.metric import Labels
 
 FEW = 8
@@ -48,9 +48,6 @@ _SERIES_NAMED = 3
 Refused = tuple[SampleGroup, Refusal]
 """Series of one device, and why they are refused."""
 
-_Key = tuple[Labels, str, Labels]
-"""A series: its device's labels, its name, its own labels."""
-
 
 class _Cut(NamedTuple):
     """The rows of a set that are sent, and those that are left out by reason, as of a version of :class:`LeftOut`.
@@ -68,7 +65,7 @@ class LeftOut:
     """The series that are left out because they were refused lately."""
 
     def __init__(self) -> None:
-        self._entries: dict[_Key, tuple[Refusal, float]] = {}
+        self._entries: dict[tuple[Labels, str, Labels], tuple[Refusal, float]] = {}  # by SeriesSet.keys
         self._version = 0
         self._next_s = math.inf
 
@@ -78,7 +75,7 @@ class LeftOut:
     def add(self, group: SampleGroup, refusal: Refusal, now_s: float) -> None:
         """Leave out the series of a group from now on."""
         until_s = now_s + LEFT_OUT_S
-        self._entries |= {_key(group.series, row): (refusal, until_s) for row in group.series.rows}
+        self._entries |= dict.fromkeys(group.series.keys(), (refusal, until_s))
         self._next_s = min(self._next_s, until_s)
         self._version += 1
 
@@ -100,11 +97,11 @@ class LeftOut:
             cut: _Cut | None = group.series.cache.get(self)
             if cut is None or cut.version != self._version:
                 cut = _Cut(self._version, None, [], {})
-                for number, row in enumerate(group.series.rows):
-                    entry = self._entries.get(_key(group.series, row))
+                for number, key in enumerate(group.series.keys()):
+                    entry = self._entries.get(key)
                     (cut.sent if entry is None else cut.left_out.setdefault(entry[0], [])).append(number)
                 if cut.left_out:
-                    cut = cut._replace(series=group.part(cut.sent).series)
+                    cut = cut._replace(series=group.series.part(cut.sent))
                 group.series.cache[self] = cut
             if cut.series is None:
                 sent.append(group)
@@ -113,10 +110,6 @@ class LeftOut:
             if cut.sent:
                 sent.append(SampleGroup(cut.series, group.ts_ms, [group.values[row] for row in cut.sent]))
         return sent, left_out
-
-
-def _key(series: SeriesSet, row: Row) -> _Key:
-    return series.labels, row.name, row.labels
 
 
 class RequestSize:

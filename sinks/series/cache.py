@@ -35,10 +35,6 @@ class RelabelledSet:
     about: tuple[str, ...] | None
     hashes: tuple[int, ...] | None
 
-    def subset(self, rows: Iterable[int]) -> SeriesSet:
-        """A set of some of its rows, by their numbers."""
-        return SeriesSet(self.series.labels, tuple([self.series.rows[row] for row in rows]), self.series.subject)
-
 
 @dataclass(slots=True, eq=False)
 class MetricSet:

@@ -74,6 +74,14 @@ class SeriesSet:
         label_bytes = sum(map(len, chain.from_iterable(self.labels))) + 6 * len(self.labels)
         self.bytes = len(self.rows) * (label_bytes + _ROW_BYTES)
 
+    def part(self, rows: Sequence[int]) -> "SeriesSet":
+        """A set of some of its rows, by their numbers."""
+        return SeriesSet(self.labels, tuple([self.rows[row] for row in rows]), self.subject)
+
+    def keys(self) -> list[tuple[Labels, str, Labels]]:
+        """A key for each row: its device's labels, its name, and its own labels."""
+        return [(self.labels, row.name, row.labels) for row in self.rows]
+
     def series(self) -> list[Labels]:
         """All labels of each row, ``__name__`` included. No two series written at the same time have equal ones."""
         labels = {own: sorted((*self.labels, *own)) for own in {row.labels for row in self.rows}}
@@ -105,8 +113,7 @@ class SampleGroup(NamedTuple):
 
     def part(self, rows: Sequence[int]) -> "SampleGroup":
         """A group of some of its rows, by their numbers."""
-        series = SeriesSet(self.series.labels, tuple(self.series.rows[row] for row in rows), self.series.subject)
-        return SampleGroup(series, self.ts_ms, [self.values[row] for row in rows])
+        return SampleGroup(self.series.part(rows), self.ts_ms, [self.values[row] for row in rows])
 
 
 def primaries(groups: Iterable[SampleGroup]) -> int:

@@ -131,9 +131,7 @@ class Translator:
 
     def identities(self, series: SeriesSet) -> Sequence[Hashable]:
         """A key for each series of a set that no other written series has."""
-        if self.may_collide:
-            return series.series()
-        return [(series.labels, row.name, row.labels) for row in series.rows]
+        return series.series() if self.may_collide else series.keys()
 
     def translate(self, sample: SeriesTick, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
         """All series of a tick that have a value, each once, and the key of each set. ``cache`` is its node's.
@@ -295,7 +293,7 @@ class Translator:
             if rows is not None and len(rows) < len(series.rows):
                 kept = tuple([row if kept is None else kept[row] for row in rows])
                 subset = relabelled, tuple(rows)
-                series = cache.subsets[subset] = last_subsets.get(subset) or relabelled.subset(rows)
+                series = cache.subsets[subset] = last_subsets.get(subset) or series.part(rows)
             if series.rows:
                 series.set_producer(*cache.producer)
                 keys.append(key)
