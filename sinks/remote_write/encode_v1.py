@@ -23,34 +23,23 @@ _FIRST = 0x0A
 _SECOND = 0x12
 
 
-class _PlanV1(NamedTuple):
-    """How some sets are encoded together. For each series: two parts before the value, and a place for the sample."""
-
-    numbers: tuple[int, ...]
-    parts: list[bytes]
-
-
-def encode(groups: Sequence[SampleGroup]) -> bytes:
-    """The uncompressed request with these groups."""
-    return b"".join(pieces(groups))
-
-
 def pieces(groups: Sequence[SampleGroup]) -> Iterator[bytes]:
-    """The same, tick by tick."""
+    """The uncompressed request with these groups, tick by tick."""
     for plan, tick in planned(groups, "v1", _plan):
-        parts = plan.parts.copy()
+        parts = plan.copy()
         parts[2::3] = samples(tick)
         yield b"".join(parts)
 
 
-def _plan(sets: tuple[SeriesSet, ...], width: int) -> _PlanV1:
+def _plan(sets: Sequence[SeriesSet], width: int) -> list[bytes]:
+    """The parts of all rows of the sets, which each set keeps."""
     parts: list[bytes] = []
     for series in sets:
         series_parts = series.cache.get(("parts", width))
         if series_parts is None:
             series_parts = series.cache["parts", width] = _parts(series, width)
         parts += series_parts
-    return _PlanV1(tuple([series.number for series in sets]), parts)
+    return parts
 
 
 def _parts(series: SeriesSet, width: int) -> list[bytes]:

@@ -89,7 +89,6 @@ class _PlanV2(NamedTuple):
     references to ``values``, and ``slices`` splits the result.
     """
 
-    numbers: tuple[int, ...]
     shapes: list[_ShapePlan]
     values: tuple[str, ...]
     encoded: list[bytes]
@@ -140,7 +139,7 @@ class Encoder:
             series_bytes.append(_encode_tick(plan, tick, slices))
         return b"".join([bytes(self._constant_symbols), *new_symbols, *series_bytes])
 
-    def _plan(self, width: int, sets: tuple[SeriesSet, ...], ts_width: int) -> _PlanV2:
+    def _plan(self, width: int, sets: Sequence[SeriesSet], ts_width: int) -> _PlanV2:
         """Plan how sets are encoded together."""
         values: dict[str, int] = {}
         shapes: list[_ShapePlan] = []
@@ -159,8 +158,7 @@ class Encoder:
             shapes.append(shape)
         pick = itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(len(picked)))  # always a sequence
         slices = Struct("".join([f"{size}s" for size in sizes]))
-        set_numbers = tuple([series.number for series in sets])
-        return _PlanV2(set_numbers, shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
+        return _PlanV2(shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
 
 
 def _label_slices(plan: _PlanV2, refs: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from struct import Struct
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from sinks.series.model import SampleGroup, SeriesSet
 
@@ -80,40 +80,34 @@ def sample_head(width: int, more: int = 0) -> bytes:
 # -- ticks
 
 
-class Plan(Protocol):
-    """How some sets are encoded together. ``numbers`` are those of the sets."""
-
-    @property
-    def numbers(self) -> tuple[int, ...]: ...
-
-
-P = TypeVar("P", bound=Plan)
+Plan = TypeVar("Plan")
 
 
 def planned(
     groups: Sequence[SampleGroup],
     key: Hashable,
-    make: Callable[[tuple[SeriesSet, ...], int], P],
+    make: Callable[[list[SeriesSet], int], Plan],
     *,
     basis: object = None,
-) -> Iterator[tuple[P, Sequence[SampleGroup]]]:
-    """Each tick's groups with their plan: that of the node's last tick if it has the same sets, otherwise a new one.
+) -> Iterator[tuple[Plan, Sequence[SampleGroup]]]:
+    """Each tick's groups with the plan for encoding its sets: that of the node's last tick, or a new one if that had
+    other sets.
 
-    ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set, as
-    long as ``basis`` is the same object.
+    ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set, with
+    the numbers of all, as long as ``basis`` is the same object.
     """
     start = 0
     while start < len(groups):
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
-        plan: P | None
-        made_on, plan = first.cache.get((key, width), (basis, None))
-        tick = groups[start : start + len(plan.numbers)] if plan else ()
-        same_sets = plan is not None and plan.numbers == tuple([group.series.number for group in tick])
+        plan: Plan | None
+        numbers, made_on, plan = first.cache.get((key, width), ((), None, None))
+        tick = groups[start : start + len(numbers)]
+        same_sets = numbers == tuple([group.series.number for group in tick])
         if plan is None or made_on is not basis or not same_sets or any(group.ts_ms != ts_ms for group in tick):
             tick = _tick_at(groups, start)
-            plan = make(tuple([group.series for group in tick]), width)
-            first.cache[key, width] = basis, plan
+            plan = make([group.series for group in tick], width)
+            first.cache[key, width] = tuple([group.series.number for group in tick]), basis, plan
         yield plan, tick
         start += len(tick)
 

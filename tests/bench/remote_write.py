@@ -185,7 +185,7 @@ def stages(records: Sequence[Read]) -> None:
     per_cpu_second(play, values, "series")
     batches = [[group for tick in groups[start : start + 32] for group in tick] for start in range(0, len(groups), 32)]
     encoders: dict[str, Callable[[Sequence[SampleGroup]], bytes]] = {
-        "1.0": encode_v1.encode,
+        "1.0": lambda groups: b"".join(encode_v1.pieces(groups)),
         "2.0": encode_v2.Encoder().encode,
     }
     for protocol, encode in encoders.items():

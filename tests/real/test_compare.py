@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def write(prometheus: PrometheusServer, groups: Iterable[SampleGroup]) -> None:
-    body = bytes(cramjam.snappy.compress_raw(encode_v1.encode([*groups])))
+    body = bytes(cramjam.snappy.compress_raw(b"".join(encode_v1.pieces([*groups]))))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours

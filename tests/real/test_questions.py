@@ -250,7 +250,7 @@ def _kube_state_metrics(prometheus: PrometheusServer, at_ms: int, devices: Itera
         own_labels = (("label_app", f"ksm-{app}"), ("namespace", namespace), ("pod", pod))
         groups.append(SampleGroup(SeriesSet(renamed, (Row("kube_pod_labels"),)), at_ms, [1.0]))
         groups.append(SampleGroup(SeriesSet(own_labels, (Row(NOT_RENAMED),)), at_ms, [1.0]))
-    body = bytes(cramjam.snappy.compress_raw(encode_v1.encode(groups)))
+    body = bytes(cramjam.snappy.compress_raw(b"".join(encode_v1.pieces(groups))))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310 - http, and ours
