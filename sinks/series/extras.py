@@ -157,10 +157,16 @@ def device_extras(names: LabelNames, held: HeldDevice, known: Sequence[bool]) ->
     device = held.device
     if device.info:
         yield ExtraSeries(("info", device.uuid), DeviceInfo(held.bare, device.info), (1.0,))
-    if known or device.conflict or device.xids:
-        rest = _rest(device, known)
-        if rest:
-            yield ExtraSeries(("rest", device.uuid), DeviceRows("rest", held.bare, tuple(rest)), tuple(rest.values()))
+    rest: dict[Row, ValueSource] = {}
+    if known:
+        quantities = enumerate(_QUANTITIES, _UNATTRIBUTED)
+        rest = {row_of(UNATTRIBUTED[quantity]): index for index, quantity in quantities if known[index]}
+        rest[row_of(SPLIT_SCALED)] = _SCALED
+    if device.conflict:
+        rest[row_of(CONFLICT, sanitised(device.conflict))] = 1.0
+    rest |= {row_of(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
+    if rest:
+        yield ExtraSeries(("rest", device.uuid), DeviceRows("rest", held.bare, tuple(rest)), tuple(rest.values()))
     if len(known) > _FIRST_PART:
         yield from _parts(names, held, known)
     if device.events:
@@ -176,25 +182,10 @@ def pod_infos(devices: Iterable[HeldDevice]) -> Iterator[ExtraSeries]:
         yield ExtraSeries(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), info, (1.0,))
 
 
-def _rest(device: SeriesDevice, known: Sequence[bool]) -> dict[Row, ValueSource]:
-    """What no pod did on a device, and its errors."""
-    rows: dict[Row, ValueSource] = {}
-    if known:
-        quantities = enumerate(_QUANTITIES, _UNATTRIBUTED)
-        rows = {row_of(UNATTRIBUTED[quantity]): index for index, quantity in quantities if known[index]}
-        rows[row_of(SPLIT_SCALED)] = _SCALED
-    if device.conflict:
-        rows[row_of(CONFLICT, sanitised(device.conflict))] = 1.0
-    return rows | {row_of(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
-
-
 def _parts(names: LabelNames, held: HeldDevice, known: Sequence[bool]) -> Iterator[ExtraSeries]:
     """The part of each pod: the sum of its containers' parts."""
     part_starts = _part_starts(held.holders)
-    holders_by_pod: dict[tuple[str, ...], list[Holder]] = {}
-    for pod, holders in held.pods.items():
-        holders_by_pod.setdefault(_pod_key(names, pod), []).extend(holders)
-    for key, holders in holders_by_pod.items():
+    for key, holders in _holders_by_pod(held.pods, uids=names.pod_uid).items():
         rows: dict[Row, ValueSource] = {}
         for offset, quantity in enumerate(_QUANTITIES):
             indices = [part_starts[id(holder)] + offset for holder in holders]
@@ -213,12 +204,13 @@ def _part_starts(holders: Iterable[Holder]) -> dict[int, int]:
 
 def _pod_errors(names: LabelNames, held: HeldDevice) -> Iterator[ExtraSeries]:
     """The XID errors of each pod that alone held the device when they came."""
-    device, pods = held.device, dict[tuple[str, ...], tuple[HolderIdentity, Counter[str]]]()
+    device, pods = held.device, dict[PodName, tuple[HolderIdentity, Counter[str]]]()
     for event in device.events or ():
         if event.kind == "xid" and event.code is not None:
             holding = pods_of(event.held_by(held.holders))
             for pod, holders in holding.items() if len(holding) == 1 else ():
-                _, counts = pods.setdefault(_pod_key(names, pod), (holder_identity(holders[0]), Counter()))
+                key = _pod_name(pod, uids=names.pod_uid)
+                _, counts = pods.setdefault(key, (holder_identity(holders[0]), Counter()))
                 counts[str(event.code)] += 1
     for key, (holder, counts) in pods.items():
         codes = sorted(counts)
@@ -227,9 +219,21 @@ def _pod_errors(names: LabelNames, held: HeldDevice) -> Iterator[ExtraSeries]:
         yield ExtraSeries(("errors", device.uuid, *key), errors, tuple([float(counts[code]) for code in codes]))
 
 
-def _pod_key(names: LabelNames, pod: HoldingPod) -> tuple[str, ...]:
-    """What distinguishes a pod: its uid only if that is a label, or else a recreated pod is the same one."""
-    return pod.namespace, pod.pod, (pod.pod_uid or "") if names.pod_uid else ""
+PodName = tuple[str, ...]
+"""Namespace, name and uid of a pod; empty for the device's own part."""
+
+
+def _pod_name(pod: HoldingPod, *, uids: bool) -> PodName:
+    """What distinguishes a pod. Without ``uids``, because they are no label, a recreated pod is the same one."""
+    return pod.namespace, pod.pod, (pod.pod_uid or "") if uids else ""
+
+
+def _holders_by_pod(pods: Pods, *, uids: bool) -> dict[PodName, list[Holder]]:
+    """The holders of a device by what distinguishes their pods."""
+    by_name: dict[PodName, list[Holder]] = {}
+    for pod, holders in pods.items():
+        by_name.setdefault(_pod_name(pod, uids=uids), []).extend(holders)
+    return by_name
 
 
 # -- a shared device's metrics, by pod
@@ -240,9 +244,6 @@ _DIVIDED = {
     "power_watts": "power_watts",
 }
 """The metrics of which pods have parts."""
-
-PodName = tuple[str, ...]
-"""Namespace, name and uid of a pod; empty for the device's own part."""
 
 
 class PodPart(NamedTuple):
@@ -272,11 +273,8 @@ def divide(held: HeldDevice, metrics: Metrics, values: SplitValues, *, uids: boo
         parts[()] = PodPart(None, {"gpu_utilization_ratio": engine_active})
     if len(held.pods) < 2:
         return Divided(parts, NO_REST)
-    holders_by_name: dict[PodName, list[Holder]] = {}
-    for pod, holders in held.pods.items():
-        holders_by_name.setdefault((pod.namespace, pod.pod, (pod.pod_uid or "") if uids else ""), []).extend(holders)
     part_starts, rest = _part_starts(held.holders), dict[str, Value]()
-    for name, holders in holders_by_name.items():
+    for name, holders in _holders_by_pod(held.pods, uids=uids).items():
         for key, value in [part for holder in holders for part in _part(values, part_starts[id(holder)])]:
             whole = getattr(metrics, key)
             if whole is not None:

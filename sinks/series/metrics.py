@@ -73,7 +73,12 @@ class MetricNames:
             known = tuple([index for index, value in enumerate(values) if value is not None])
             if not known:
                 return (), (), layout
-            layout = self._layouts.get(known) or self._layout(known)
+            layout = self._layouts.get(known)
+            if layout is None:
+                if len(self._layouts) >= _LAYOUTS:
+                    self._layouts.clear()
+                    self._rows.clear()
+                layout = self._layouts[known] = Layout(self._series, self._ratios, self._counts, known, self._shared)
             row_values = layout.values(values) or []
         if rest:
             row_values = layout.with_rest(row_values, rest)
@@ -81,13 +86,6 @@ class MetricNames:
             present = [(row, value) for row, value in zip(layout.rows, row_values, strict=True) if value is not None]
             return self._shared(row for row, _ in present), [value for _, value in present], layout
         return layout.rows, row_values, layout  # type: ignore[return-value] # there is no None among them
-
-    def _layout(self, known: tuple[int, ...]) -> "Layout":
-        if len(self._layouts) >= _LAYOUTS:
-            self._layouts.clear()
-            self._rows.clear()
-        layout = self._layouts[known] = Layout(self._series, self._ratios, self._counts, known, self._shared)
-        return layout
 
     def _shared(self, rows: Iterable[Row]) -> Rows:
         """The rows as a tuple, the same object for equal ones."""
