@@ -189,24 +189,26 @@ def _parsed(content: bytes) -> tuple[Counter, ...] | str | CountersError:
 
 def read(path: Path) -> tuple[Counter, ...]:
     """The rows of a file, or of the CSV file that it names. Raises CountersError."""
-    parsed = _read(path, "can't be read")
-    if isinstance(parsed, str):
-        csv_path = parsed
-        parsed = _read(Path(csv_path), f"names {csv_path} in `metrics.file`, which can't be read")
-        if isinstance(parsed, str):
-            parsed = CountersError([LineError(0, f"names {csv_path} in `metrics.file`, which is no CSV file")])
-    if isinstance(parsed, CountersError):
-        raise parsed
-    return parsed
+    rows = _read(path, "can't be read")
+    if isinstance(rows, str):
+        names = f"names {rows} in `metrics.file`, which"
+        rows = _read(Path(rows), f"{names} can't be read")
+        if isinstance(rows, str):
+            raise CountersError([LineError(0, f"{names} is no CSV file")])
+    return rows
 
 
-def _read(path: Path, unreadable: str) -> tuple[Counter, ...] | str | CountersError:
+def _read(path: Path, unreadable: str) -> tuple[Counter, ...] | str:
+    """The rows of a file, or the path of another file. Raises CountersError, which ``unreadable`` may begin."""
     try:
-        return _parsed(files.read(path))
+        parsed = _parsed(files.read(path))
     except OSError as error:
-        return CountersError([LineError(0, f"{unreadable}: {error.strerror}")])
+        raise CountersError([LineError(0, f"{unreadable}: {error.strerror}")]) from error
     except TooLarge as error:
-        return CountersError([LineError(0, f"{unreadable}: it is {error}")])
+        raise CountersError([LineError(0, f"{unreadable}: it is {error}")]) from error
+    if isinstance(parsed, CountersError):
+        raise parsed.with_traceback(None)  # or it would grow each time that the file is read
+    return parsed
 
 
 def load(path: Path, labels: LabelNames | None = None) -> Picked:

@@ -1,5 +1,6 @@
 """``--counters``: just the metrics of a file of dcgm-exporter, with its types and help, and again when it changes."""
 
+import gc
 import logging
 import os
 import struct
@@ -302,6 +303,20 @@ def test_a_broken_or_missing_file_keeps_the_previous_one_and_is_logged_once(
     watched.look(2)
 
     assert (len(watched.taken), watched.value("gpustream_counters_broken")) == (2, 0)
+
+
+def test_a_file_that_stays_broken_takes_no_more_memory_with_each_look(tmp_path: Path) -> None:
+    path = counters_file(tmp_path, TEMPERATURE)
+    watched = Watched(path)
+    replaced(path, "A,gauge\n")
+    watched.look(5)
+    gc.collect()
+    objects = len(gc.get_objects())
+
+    watched.look(100)
+
+    gc.collect()
+    assert len(gc.get_objects()) < objects + 100
 
 
 def test_rows_that_can_not_be_served_are_logged_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
