@@ -353,7 +353,6 @@ class AlertmanagerPartition:
         self._notifier.watch(self._active, abandon)
 
     def reset(self) -> None:
-        """Forget everything: the topic was recreated."""
         self._transitions.clear()
         self._active.clear()
 

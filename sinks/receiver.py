@@ -27,7 +27,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -164,7 +163,7 @@ class Credentials:
         self._context: ssl.SSLContext | None = None
 
     def current(self) -> tuple[dict[str, str], ssl.SSLContext | None]:
-        """Headers, and the TLS context (None: the default one). Raises OSError or ValueError for unusable files."""
+        """Headers, and the TLS context (None: the default one). Raises OSError, or ValueError with a sentence."""
         if time.monotonic() - self._checked_s < _CHECK_EVERY_S:
             return self._headers, self._context
         s = self._settings
@@ -181,19 +180,14 @@ class Credentials:
             if s.tls_ca is not None or s.tls_cert is not None:
                 context = ssl.create_default_context(cafile=s.tls_ca)
             if context is not None and s.tls_cert is not None:
-                _load_identity(context, s.tls_cert, s.tls_key)
+                try:
+                    context.load_cert_chain(s.tls_cert, s.tls_key, password="")
+                except ssl.SSLError as error:
+                    expected = "they must be a certificate and its private key, in PEM, and the key not encrypted"
+                    raise ValueError(f"--tls-cert, --tls-key: {expected} ({error.reason or error})") from None
             self._headers, self._context, self._stamp = headers, context, stamp
         self._checked_s = time.monotonic()
         return self._headers, self._context
-
-
-def _load_identity(context: ssl.SSLContext, cert: Path, key: Path | None) -> None:
-    """Load the client's certificate and its key. Raises ValueError with a sentence, and OSError."""
-    try:
-        context.load_cert_chain(cert, key, password="")
-    except ssl.SSLError as error:
-        expected = "they must be a certificate and its private key, in PEM, and the key not encrypted"
-        raise ValueError(f"--tls-cert, --tls-key: {expected} ({error.reason or error})") from None
 
 
 async def pause(

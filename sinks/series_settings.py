@@ -190,7 +190,6 @@ class SeriesSettings(SinkSettings, NamingSettings):
         return Resolution(round(self.resolution_s * 1000), self.aggregate) if self.resolution_s else None
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = super().errors()
         if self.stale_after_s <= 0:
             errors.append("--stale-after: must be above zero")

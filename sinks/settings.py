@@ -34,7 +34,6 @@ class SinkSettings(MemberSettings):
     from_: From
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = super().errors()
         if isinstance(self.from_, str) and self.from_ not in {"earliest", "latest"}:
             errors.append(f"--from: {self.from_!r} is not earliest, latest or a duration")
@@ -103,7 +102,6 @@ class ReceiverSettings(HttpSettings, SinkSettings):
     """How a sink's receiver is spoken to over HTTP."""
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         return [*SinkSettings.errors(self), *HttpSettings.errors(self)]
 
 
@@ -147,7 +145,6 @@ class AlertmanagerSettings(ReceiverSettings):
     max_alerts: int = 256
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         urls = [url.rstrip("/") for url in self.urls]
         errors = [error for url in urls for error in url_errors(url)]
         errors += [f"--url: {url!r}: without {ALERTS_PATH}" for url in urls if url.endswith(ALERTS_PATH)]
@@ -211,7 +208,6 @@ class WebhookSettings(ReceiverSettings):
     max_in_flight: int = 8
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = url_errors(self.url)
         file = self.secret_file
         if self.content_mode == "structured" and self.format == "record":
@@ -251,7 +247,6 @@ class ParquetSettings(SinkSettings):
     from_: From = "earliest"
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = super().errors()
         if importlib.util.find_spec("pyarrow") is None:
             errors.append("sink parquet: run `pip install 'gpustream[parquet]'` first: it needs pyarrow")

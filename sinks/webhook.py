@@ -177,7 +177,6 @@ class WebhookPartition:
         """Does nothing."""
 
     def reset(self) -> None:
-        """Forget everything: the topic was recreated."""
         self._transitions.clear()
         self._cancel()
 

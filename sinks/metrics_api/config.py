@@ -72,7 +72,6 @@ class MetricsApiSettings(KafkaSettings):
     kubeconfig: Kubeconfig = None
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = super().errors()
         tls = self.serving_cert is not None and self.serving_key is not None
         if (self.serving_cert is None) != (self.serving_key is None):

@@ -61,7 +61,6 @@ class PageSettings(KafkaSettings):
     ] = "team"
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = super().errors()
         if self.page_listen is None:
             errors.append("--page-listen: off is not possible: it is all that this sink does")

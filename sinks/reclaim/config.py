@@ -66,7 +66,6 @@ class ReclaimSettings(SinkSettings):
     from_: From = "earliest"
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = super().errors()
         if self.act and self.dry_run:
             errors.append("--act and --dry-run: one or the other")

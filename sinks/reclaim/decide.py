@@ -308,11 +308,6 @@ def was_undone(obj: Json | None, action: str) -> bool:
     return obj is not None and (obj["metadata"].get("annotations") or {}).get(UNDONE) == action
 
 
-def due_ms(after_ms: int | None, min_after_ms: int, since_ms: int) -> int:
-    """When an action is due: after the time that the namespace sets, but not before the operator's minimum."""
-    return since_ms + max(after_ms or 0, min_after_ms)
-
-
 def describe(action: str, target: Target, namespace: str) -> str:
     """What an action does, for people."""
     verbs = {"event": "an Event about", "scale": "scale to 0", "suspend": "suspend", "deactivate": "deactivate"}

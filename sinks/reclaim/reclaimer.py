@@ -34,7 +34,6 @@ from sinks.reclaim.decide import (
     changed_by,
     decide,
     describe,
-    due_ms,
     event,
     event_name,
     is_done,
@@ -268,15 +267,15 @@ class Reclaimer:
         return min([in_log_ms, *in_actions_ms])
 
     def _dues(self, alert: Alert, allowed: OptIn, since_ms: int) -> dict[ActionKind, int]:
-        """When each allowed action is due that is neither done nor open. One in a state that is not known, of a later
-        version, is left alone."""
+        """When each allowed action is due that is neither done nor open: after the time that its namespace sets, and no
+        stop before ``--least``. One in a state that is not known, of a later version, is left alone."""
         dues: dict[ActionKind, int] = {}
         may_begin = {"planned", "refused", "ended", *(["dry_run"] if self.settings.act else [])}
         for kind in [kind for kind in KINDS if kind in allowed.actions]:
             last = self.ledger.last(action_id(alert, kind))
             min_after_ms = 0 if kind == "event" else round(self.settings.least_s * 1000)
             if last is None or last.state in may_begin:
-                dues[kind] = due_ms(allowed.actions[kind], min_after_ms, since_ms)
+                dues[kind] = since_ms + max(allowed.actions[kind] or 0, min_after_ms)
         return dues
 
     async def _decide_and_act(

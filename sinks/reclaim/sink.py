@@ -107,7 +107,6 @@ class ReclaimPartition:
             self._resume_at_s = self._clock_s() + pause_s
 
     def reset(self) -> None:
-        """Forget everything: the topic was created again."""
         self._transitions.clear()
         self._known.clear()
         self._watched.clear()

@@ -262,7 +262,6 @@ class AlertPartition:
                     self._writer.count(result)
 
     def reset(self) -> None:
-        """Forget everything: the topic was recreated."""
         self._series.clear()
 
     def _read(self, record: Record) -> Written:

@@ -27,7 +27,6 @@ class RemoteWriteSettings(SeriesSettings, ReceiverSettings):
     max_in_flight: int = 8
 
     def errors(self) -> list[str]:
-        """See :meth:`KafkaSettings.errors`."""
         errors = [*url_errors(self.url), *super().errors()]
         if min(self.max_request_samples, self.max_in_flight, self.request_timeout_s) <= 0:
             errors.append("limits of requests must be above zero")

@@ -147,7 +147,6 @@ class RemoteWritePartition:
                 markers.inc(samples_of(silence.groups) - refused)
 
     def reset(self) -> None:
-        """Forget everything: the topic was recreated."""
         self._series.clear()
         self._forget()
         self._counts.clear()

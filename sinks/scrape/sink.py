@@ -187,7 +187,6 @@ class ScrapePartition:
         self._forget_silent_nodes()  # nobody may scrape
 
     def reset(self) -> None:
-        """Forget everything: the topic was recreated."""
         self._nodes.clear()
 
     def _forget_silent_nodes(self) -> None:
