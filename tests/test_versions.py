@@ -247,7 +247,7 @@ def test_an_alert_in_an_unknown_state_is_open_everywhere() -> None:
     assert active.count_open() == 1
     assert [firing.fingerprint for firing in watched.firing()] == [alert.fingerprint]
     assert postable(alert, alert.starts_at, 60.0).ends_at > alert.starts_at
-    (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups
+    (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms)
     assert list(group.values) == [1.0]
     assert ("severity", "page") in group.series.labels
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from delivery.dead_letters import Record
 from sinks.alerts import batches, key_of, read_alert
@@ -66,21 +65,6 @@ class _AlertState:
     updated_ms: int = 0
 
 
-class Change(NamedTuple):
-    """The samples of a record, all of one series; the last one is the transition itself."""
-
-    fingerprint: str
-    alert: Alert | None
-    groups: list[SampleGroup]
-
-
-class Repeat(NamedTuple):
-    """A further sample of an alert that still fires."""
-
-    fingerprint: str
-    group: SampleGroup
-
-
 class AlertSeries:
     """The alerts of one partition."""
 
@@ -98,14 +82,17 @@ class AlertSeries:
         order = (epoch_ms(alert.starts_at), not alert.is_open, alert.revision)
         return order <= (last.starts_ms, last.series is None, last.revision)
 
-    def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
-        """The samples of a record that was appended at ``written_ms``."""
+    def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> list[SampleGroup]:
+        """The samples of a record that was appended at ``written_ms``; the last one is the transition itself.
+
+        Those that relabelling has dropped have no rows.
+        """
         last = self._alerts.get(fingerprint)
         if alert is None:
             if last is None or last.series is None:
-                return Change(fingerprint, None, [])
+                return []
             deleted_ms = max(written_ms, _last_ms(last, written_ms, now_ms) + 1)
-            return Change(fingerprint, None, _nonempty([SampleGroup(last.series, deleted_ms, END)]))
+            return [SampleGroup(last.series, deleted_ms, END)]
         starts_ms, ends_ms = _times(alert)
         current = last.series if last is not None and last.starts_ms == starts_ms else None
         series = current or self._series_of(alert)
@@ -114,20 +101,18 @@ class AlertSeries:
             at_ms, series = max(last_ms + 1, min(written_ms, now_ms)), self._series_of(alert)
             renamed = current.labels != series.labels
             ends = [SampleGroup(current, at_ms, END)] if renamed else []
-            return Change(fingerprint, alert, _nonempty([*ends, SampleGroup(series, at_ms, _values(alert))]))
+            return [*ends, SampleGroup(series, at_ms, _values(alert))]
         if ends_ms is None:
-            groups = [SampleGroup(series, starts_ms, _values(alert))] if starts_ms > last_ms else []
-            return Change(fingerprint, alert, _nonempty(groups))
+            return [SampleGroup(series, starts_ms, _values(alert))] if starts_ms > last_ms else []
         points = [] if current else [starts_ms]
         points += _between(starts_ms, max(last_ms, now_ms - BACK_MS), min(ends_ms, now_ms + 1))
         values = last.values if current and last is not None else _values(alert)
         groups = [SampleGroup(series, ts_ms, values) for ts_ms in points if ts_ms > last_ms]
         last_ms = groups[-1].ts_ms if groups else last_ms
-        return Change(fingerprint, alert, _nonempty([*groups, SampleGroup(series, max(ends_ms, last_ms + 1), END)]))
+        return [*groups, SampleGroup(series, max(ends_ms, last_ms + 1), END)]
 
-    def settle(self, change: Change) -> None:
+    def settle(self, fingerprint: str, alert: Alert | None, groups: Sequence[SampleGroup]) -> None:
         """Note that the samples of a record were accepted, or refused for good."""
-        fingerprint, alert, groups = change
         if alert is None:
             self._alerts.pop(fingerprint, None)
             return
@@ -151,8 +136,9 @@ class AlertSeries:
                 starts_ms, series, ends_ms, alert.revision, _values(alert), updated_ms
             )
 
-    def due(self, now_ms: int) -> list[Repeat]:
-        """The next sample of each firing alert for which one is due. Further ones may be due when these are settled."""
+    def due(self, now_ms: int) -> list[tuple[str, SampleGroup]]:
+        """The next sample of each firing alert for which one is due, with its fingerprint. Further ones may be due when
+        these are settled."""
         due = []
         for fingerprint, state in self._alerts.items():
             if state.series is None or not state.series.rows:
@@ -161,12 +147,12 @@ class AlertSeries:
             times: Sequence[int] = [latest_ms] if latest_ms >= max(state.starts_ms, state.updated_ms) else []
             if state.last_ms is not None:
                 times = _between(state.starts_ms, max(state.last_ms, now_ms - BACK_MS), now_ms + 1)
-            due += [Repeat(fingerprint, SampleGroup(state.series, ts_ms, state.values)) for ts_ms in times[:1]]
+            due += [(fingerprint, SampleGroup(state.series, ts_ms, state.values)) for ts_ms in times[:1]]
         return due
 
-    def repeated(self, repeat: Repeat) -> None:
+    def repeated(self, fingerprint: str, ts_ms: int) -> None:
         """Note that a further sample was accepted, or refused for good."""
-        state, ts_ms = self._alerts[repeat.fingerprint], repeat.group.ts_ms
+        state = self._alerts[fingerprint]
         state.last_ms = _last_ms(state, ts_ms, ts_ms) if state.last_ms is None else ts_ms
 
     def clear(self) -> None:
@@ -178,11 +164,6 @@ class AlertSeries:
         if "fingerprint" in dict(series.labels):
             return series
         return SeriesSet(tuple(sorted([*series.labels, ("fingerprint", alert.fingerprint)])), series.rows, "alert")
-
-
-def _nonempty(groups: list[SampleGroup]) -> list[SampleGroup]:
-    """The groups that relabelling has not dropped."""
-    return [group for group in groups if group.series.rows]
 
 
 def labels(alert: Alert, max_labels: int = MAX_LABELS) -> Labels:
@@ -256,9 +237,9 @@ class AlertPartition:
         while due := self._series.due(self._now_ms()):
             for start in range(0, len(due), self._max_samples):
                 batch = due[start : start + self._max_samples]
-                results = await self._writer.send([repeat.group for repeat in batch], abandon)
-                for repeat, result in zip(batch, results, strict=True):
-                    self._series.repeated(repeat)
+                results = await self._writer.send([group for _, group in batch], abandon)
+                for (fingerprint, group), result in zip(batch, results, strict=True):
+                    self._series.repeated(fingerprint, group.ts_ms)
                     self._writer.count(result)
 
     def reset(self) -> None:
@@ -271,8 +252,9 @@ class AlertPartition:
             return Written(record, None, "dead_lettered", str(error))
         if self._series.is_replay(fingerprint, alert):
             return Written(record)
-        change = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
-        return Written(record, change.groups, settle=partial(self._series.settle, change))
+        samples = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
+        groups = [group for group in samples if group.series.rows]
+        return Written(record, groups, settle=partial(self._series.settle, fingerprint, alert, groups))
 
     def _now_ms(self) -> int:
         return int(self._clock_s() * 1000)

@@ -17,8 +17,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakMethod, proxy
 
@@ -32,9 +31,8 @@ from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
 from sinks.remote_write.queue import MAX_OPEN_S, Lane, Progress, Queue, ReadRecord, Sent
-from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
+from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer
 from sinks.series.model import primaries, samples_of
-from sinks.series.relabel import Withheld
 from sinks.series.tick import SeriesTick, decode
 from topics.attributed import TOPIC
 
@@ -49,6 +47,9 @@ _COUNT_EVERY_S = 0.25
 _LOG_GAP_S = 1.0
 """When nothing was logged for longer, Kafka was away, and no node was silent: only so much counts as their silence."""
 _SILENT_NODES = 64
+
+Counts = Mapping[tuple[str, ...], int]
+"""What a record adds to counters, by their names and label values."""
 
 
 class RemoteWriteShared(NamedTuple):
@@ -78,7 +79,7 @@ class RemoteWritePartition:
         queue.partitions.add(self._progress)
         self._ledger = Ledger()
         self._lanes: dict[bytes | None, Lane] = {}
-        self._counts: dict[int, tuple[Outcome, str, SeriesTick | None, _Values]] = {}
+        self._finished: dict[int, tuple[Outcome, str, SeriesTick | None, Counts]] = {}  # by offset; not counted yet
         self._abandon: asyncio.Event | None = None
         self._moved = asyncio.Event()
         self._tp = Partition(TOPIC.name, -1)
@@ -110,12 +111,12 @@ class RemoteWritePartition:
             leaving = abandon.is_set()
             sending = leaving and any(lane.busy for lane in self._lanes.values())
             position = self._ledger.position(self._tp) or 0
-            finished = sorted([offset for offset in self._counts if offset < position])
+            finished = sorted([offset for offset in self._finished if offset < position])
             now_s = self._queue.clock_s()
             if finished and not sending and (leaving or now_s - self._counted_s >= _COUNT_EVERY_S):
                 self._counted_s = now_s
                 for offset in finished:
-                    self._count(*self._counts.pop(offset))
+                    self._count(*self._finished.pop(offset))
                 yield finished[-1] + 1
             elif sending or (self._is_full() and not leaving):
                 await set_within(self._moved, _COUNT_EVERY_S)
@@ -149,7 +150,7 @@ class RemoteWritePartition:
     def reset(self) -> None:
         self._series.clear()
         self._forget()
-        self._counts.clear()
+        self._finished.clear()
 
     def _forget(self) -> None:
         """Forget the unfinished records: another process may have the partition now."""
@@ -174,7 +175,7 @@ class RemoteWritePartition:
     def _put(self, record: Record, abandon: asyncio.Event) -> None:
         """Put a record into its node's lane, unless it was finished before the partition was revoked."""
         slot = self._ledger.admit(self._tp, record.offset, len(record.value or b""))
-        if record.offset in self._counts:
+        if record.offset in self._finished:
             self._ledger.finish(slot)
             return
         read = ReadRecord(record, slot, in_doubt=record.offset < self._in_doubt_before)
@@ -215,7 +216,7 @@ class RemoteWritePartition:
             return
         verdict = self._series.verdict(sample, self._newest.get(key))
         if verdict == "replay":
-            self._finish(read.slot, "duplicate", "", sample, _Values())
+            self._finish(read.slot, "duplicate", "", sample, {})
             return
         last = self._open.get(key)
         if last is not None and last.window and (verdict == "new_log" or not last.window.includes(sample.ts_ms)):
@@ -261,73 +262,53 @@ class RemoteWritePartition:
                     return
             if result:
                 self._shared.deliverer.leave_out(result)
-            values = self._settle_tick(tick, result, read.read_s) if tick and result else _Values()
+            counts = self._settle_tick(tick, result, read.read_s) if tick and result else {}
             self._enqueued -= 1
             of_earlier: Outcome = "delivered" if outcome == "dead_lettered" else outcome
             for slot, sample in read.earlier:
-                self._finish(slot, of_earlier, why, sample, _Values())
-            self._finish(read.slot, outcome, why, read.sample, values)
+                self._finish(slot, of_earlier, why, sample, {})
+            self._finish(read.slot, outcome, why, read.sample, counts)
             self._progress.move(read, self._queue.clock_s())
 
-    def _settle_tick(self, tick: NodeTick, result: Delivered, read_s: float) -> "_Values":
-        """Update the node's open series by the result of a tick, and count its values."""
+    def _settle_tick(self, tick: NodeTick, result: Delivered, read_s: float) -> Counts:
+        """Update the node's open series by the result of a tick. Returns what it adds to the counters."""
         if self._series.verdict(tick.sample) == "new_log":
             self._shared.outcomes.new_log(self._tp.partition)
         whole = not (result.refused or result.left_out)
         accepted = not result.nothing_of(tick.groups)
         self._series.settle(tick, read_s or time.monotonic(), accepted=accepted, whole=whole)
-        return _values(tick, result)
+        return _counts(tick, result)
 
-    def _finish(self, slot: Slot, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:
+    def _finish(self, slot: Slot, outcome: Outcome, why: str, sample: SeriesTick | None, counts: Counts) -> None:
         """Note that a record is finished. It is counted when all before it are."""
         bare = sample and msgspec.structs.replace(sample, devices=())
-        self._counts[slot.offset] = outcome, why, bare, values
+        self._finished[slot.offset] = outcome, why, bare, counts
         self._ledger.finish(slot)
 
-    def _count(self, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:
+    def _count(self, outcome: Outcome, why: str, sample: SeriesTick | None, counts: Counts) -> None:
         """Count a record and its values by outcome."""
-        instruments = self._shared.instruments
-        instruments.counter("gpustream_remote_write_values_delivered_total").inc(values.delivered)
-        for reason, number in values.refused.items():
-            instruments.counter("gpustream_remote_write_values_refused_total", reason).inc(number)
-        for reason, number in values.left_out.items():
-            instruments.counter("gpustream_remote_write_values_left_out_total", reason).inc(number)
-        for reason, number in values.withheld.items():
-            instruments.counter("gpustream_remote_write_samples_withheld_total", reason).inc(number)
-        if values.markers:
-            instruments.counter("gpustream_remote_write_markers_total").inc(values.markers)
+        for (name, *labels), number in counts.items():
+            self._shared.instruments.counter(name, *labels).inc(number)
         self._shared.outcomes.finish(outcome, why, sample)
 
 
-@dataclass(slots=True)
-class _Values:
-    """The primary values of a tick by outcome, and how many of its series ended."""
-
-    delivered: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    left_out: Counter[str] = field(default_factory=Counter)
-    withheld: Mapping[Withheld, int] = field(default_factory=dict)
-    markers: int = 0
-
-
-def _values(tick: NodeTick, result: Delivered) -> _Values:
-    """The values of a tick by outcome."""
-    refused, left_out = _by_reason(result.refused), _by_reason(result.left_out)
+def _counts(tick: NodeTick, result: Delivered) -> Counts:
+    """What a tick adds to the counters: its primary values by outcome, and how many of its series ended."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    for group, refusal in result.refused:
+        counts["gpustream_remote_write_values_refused_total", refusal.reason] += primaries([group])
     if result.written:
         untimely = [group for group, refusal in result.refused if refusal.reason in UNTIMELY]
         most = samples_of(untimely) - result.written
-        refused = Counter({why: min(count, most) if why in UNTIMELY else count for why, count in refused.items()})
-    delivered = tick.size.primaries - refused.total() - left_out.total()
-    markers = 0 if result.refused or result.left_out else tick.markers
-    return _Values(delivered, refused, left_out, tick.withheld, markers)
-
-
-def _by_reason(refused: Iterable[Refused]) -> Counter[str]:
-    """The number of refused primary values, by reason."""
-    values: Counter[str] = Counter()
-    for group, refusal in refused:
-        values[refusal.reason] += primaries([group])
-    return values
+        counts = Counter({key: min(count, most) if key[1] in UNTIMELY else count for key, count in counts.items()})
+    for group, refusal in result.left_out:
+        counts["gpustream_remote_write_values_left_out_total", refusal.reason] += primaries([group])
+    delivered = tick.size.primaries - counts.total()
+    for reason, number in tick.withheld.items():
+        counts["gpustream_remote_write_samples_withheld_total", reason] = number
+    counts["gpustream_remote_write_values_delivered_total",] = delivered
+    counts["gpustream_remote_write_markers_total",] = 0 if result.refused or result.left_out else tick.markers
+    return counts
 
 
 def _outcome(read: ReadRecord, result: Delivered | None) -> tuple[Outcome, str]:
