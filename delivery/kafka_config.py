@@ -89,7 +89,7 @@ _ESCAPED = re.compile(r"\\([:=#!])")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _SETTING = re.compile(r"([^\s=:]*)\s*[=:]\s*(.*)", re.DOTALL)
 _NAME = re.compile(r"[a-z][a-z0-9._-]*")
-_LARGEST_BYTES = 1 << 20
+_LARGEST = 1 << 20
 
 PIPE = "it is a pipe, and this is read again for each connection: write it into a file"
 """Why nothing is in a file that has no end, as a shell's <(command)."""
@@ -112,13 +112,12 @@ def read(path: Path) -> KafkaConfig:
     """Read and parse a file. Raises CredentialsError with a sentence that repeats no value."""
     try:
         content = path.read_bytes()
+        text = content.decode("utf-8-sig")  # an editor of Windows may add a byte order mark
     except OSError as error:
         raise CredentialsError(f"--kafka-config {path}: {error.strerror}") from None
-    try:
-        text = content.decode("utf-8-sig")  # an editor of Windows may add a byte order mark
     except UnicodeDecodeError:
         text = ""
-    config = parse(text) if len(content) <= _LARGEST_BYTES else KafkaConfig({}, ())
+    config = parse(text if len(text) <= _LARGEST else "")
     if not config.values:
         reason = PIPE if path.is_fifo() else "not a file of lines such as bootstrap.servers=kafka-0:9092"
         raise CredentialsError(f"--kafka-config {path}: {reason}")

@@ -28,7 +28,7 @@ from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.samples import END, SampleWriter, Written
 from sinks.series.labels import MAX_LABELS, sanitised, sanitised_name
 from sinks.series.model import Row, SampleGroup, SeriesSet
-from sinks.series.relabel import Relabelling
+from sinks.series.relabel import NO_RELABELLING, Relabelling
 from topics.alerts import Alert
 from topics.catalogue import ALERT_FIRING
 from topics.metric import Labels
@@ -43,7 +43,6 @@ BACK_MS = 3_600_000
 _BEHIND_MS = 5_000
 """For this time after the broker has answered where a partition ends, it counts as read to its end."""
 
-_NO_RELABELLING = Relabelling()
 _ROWS = (Row(ALERT_FIRING.name, (), "gauge", ALERT_FIRING.help, primary=False),)
 _ONE = (1.0,)
 _ALWAYS_KEPT = ("alertname", "severity", "fingerprint")
@@ -68,7 +67,7 @@ class _AlertState:
 class AlertSeries:
     """The alerts of one partition."""
 
-    def __init__(self, max_labels: int = MAX_LABELS, relabelling: Relabelling = _NO_RELABELLING) -> None:
+    def __init__(self, max_labels: int = MAX_LABELS, relabelling: Relabelling = NO_RELABELLING) -> None:
         self._max_labels, self._relabelling = max_labels - relabelling.more_labels, relabelling
         self._alerts: dict[str, _AlertState] = {}
 

@@ -27,7 +27,7 @@ from sinks.series.labels import (
     tenant_labels,
 )
 from sinks.series.model import Row, SampleGroup, SeriesSet
-from sinks.series.relabel import Relabelling
+from sinks.series.relabel import NO_RELABELLING, Relabelling
 from topics.attributed import JOB
 from topics.catalogue import USAGE
 from topics.metric import Labels
@@ -47,7 +47,6 @@ _HELD, _FREE = (
     for keys in (("held", "used", "idle", "energy", "held_gpu"), ("free", "energy", "free_gpu"))
 )
 
-_NO_RELABELLING = Relabelling()
 _decode = decoder(Usage)
 
 
@@ -87,20 +86,9 @@ def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) 
     elif usage.namespace is not None and usage.pod is not None:
         pod = usage.namespace, usage.pod, usage.pod_uid, usage.container
         holder = HolderIdentity(*pod, None, None, None, workload, tuple(tenant_labels(usage.labels, {})))
-    device = DeviceIdentity(
-        node=node_identity(usage.cluster, usage.node, usage.node_labels),
-        uuid=usage.uuid,
-        parent=usage.gpu_uuid if is_mig else None,
-        gpu_index=None,
-        minor=None,
-        vendor="",
-        model=usage.model,
-        pci_bus_id=None,
-        profile=None,
-        gpu_instance=None,
-        holder=holder,
-        job=job,
-    )
+    node = node_identity(usage.cluster, usage.node, usage.node_labels)
+    parent = usage.gpu_uuid if is_mig else None
+    device = DeviceIdentity(node, usage.uuid, parent, model=usage.model, holder=holder, job=job)
     own = {
         "gpu_mig_uuid": usage.uuid if is_mig else None,
         "k8s_node_name": usage.node,
@@ -116,7 +104,7 @@ class UsagePartition:
     """The handler of a partition."""
 
     def __init__(
-        self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = _NO_RELABELLING
+        self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = NO_RELABELLING
     ) -> None:
         self._names, self._max_labels, self._relabelling = names, max_labels - relabelling.more_labels, relabelling
         self._max_records = max(1, shared.max_samples // len(_HELD))

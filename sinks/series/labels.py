@@ -79,16 +79,16 @@ class DeviceIdentity(NamedTuple):
 
     node: NodeIdentity
     uuid: str
-    parent: str | None
-    gpu_index: int | None
-    minor: int | None
-    vendor: str
-    model: str | None
-    pci_bus_id: str | None
-    profile: str | None
-    gpu_instance: int | None
-    holder: HolderIdentity | None
-    job: Job | None
+    parent: str | None = None
+    gpu_index: int | None = None
+    minor: int | None = None
+    vendor: str = ""
+    model: str | None = None
+    pci_bus_id: str | None = None
+    profile: str | None = None
+    gpu_instance: int | None = None
+    holder: HolderIdentity | None = None
+    job: Job | None = None
     info: tuple[str | None, ...] = ()
     """The values of the record's ``info``, in the order of ``INFO``; empty if no label shows them."""
 
@@ -129,7 +129,7 @@ def device_identity(
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
     hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id)
-    return DeviceIdentity(node, device.uuid, parent, *hardware, profile, instance, holder, None, info)
+    return DeviceIdentity(node, device.uuid, parent, *hardware, profile, instance, holder, info=info)
 
 
 def device_pairs(names: LabelNames, device: DeviceIdentity) -> list[tuple[str, str]]:

@@ -364,3 +364,6 @@ class Relabelling:
         for name, value in self._external:
             new.setdefault(name, value)
         return {name: value for name, value in sorted(new.items()) if not name.startswith(META)}
+
+
+NO_RELABELLING = Relabelling()

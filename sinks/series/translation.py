@@ -51,14 +51,13 @@ from sinks.series.labels import (
 )
 from sinks.series.metrics import NO_COUNTS, NO_REST, Counts, MetricNames
 from sinks.series.model import Key, SampleGroup, SeriesSet, Value
-from sinks.series.relabel import Relabelling
+from sinks.series.relabel import NO_RELABELLING, Relabelling
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice, SeriesTick
 from topics.attributed import pods_of
 from topics.catalogue import CATALOGUE, LAST_XID
 from topics.metric import Labels
 from topics.profiles import INFO, LabelNames, Profile
 
-_NO_RELABELLING = Relabelling()
 _MOST_ENDS = 65_536
 _NOT_MADE: tuple[None, None] = None, None
 _group = partial(tuple.__new__, SampleGroup)
@@ -93,7 +92,7 @@ class Translator:
         profiles: Sequence[Profile],
         max_labels: int = MAX_LABELS,
         *,
-        relabelling: Relabelling = _NO_RELABELLING,
+        relabelling: Relabelling = NO_RELABELLING,
         by_pod: bool = False,
         on_cut: Callable[[int], object] = int,
     ) -> None:
