@@ -16,7 +16,7 @@ from pathlib import Path
 
 from delivery.instruments import Instrument, Instruments
 from sinks.series.counters import Picked, pick, read
-from sinks.series.counters_file import Counter, CountersError, LineError
+from sinks.series.counters_file import Counter, CountersError
 from sinks.series.translation import Translator
 from sinks.series_settings import NamingSettings
 from topics.profiles import LabelNames
@@ -42,8 +42,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 CHECK_EVERY_S = 1.0
 _SHOWN = 20
 
-Content = tuple[Counter, ...] | tuple[LineError, ...]
-"""The content of a file: its rows, or all errors in it."""
+Content = tuple[Counter, ...] | str
+"""The content of a file: its rows, or all that is wrong with it."""
 
 
 class CountersReload:
@@ -70,7 +70,7 @@ class CountersReload:
         try:
             content: Content = read(self._path)
         except CountersError as error:
-            content = error.errors
+            content = str(error)
         settled, self._seen = self._applied is None or content == self._seen, content
         return content if settled and content != self._applied else None
 
@@ -78,12 +78,12 @@ class CountersReload:
         """Apply new content, or log what is wrong with it."""
         is_first, self._applied = self._applied is None, content
         try:
-            if errors := [row for row in content if isinstance(row, LineError)]:
-                raise CountersError(errors)
-            picked = pick([row for row in content if isinstance(row, Counter)], self._labels)
+            picked = content if isinstance(content, str) else pick(content, self._labels)
         except CountersError as error:
+            picked = str(error)
+        if isinstance(picked, str):
             self._broken.set(1)
-            log.error("--counters can't be used, so what it held before stays in force: %s", f"{self._path}: {error}")
+            log.error("--counters can't be used, so what it held before stays in force: %s", f"{self._path}: {picked}")
             return
         self._broken.set(0)
         self._served.set(len(picked.served))

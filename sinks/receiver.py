@@ -302,7 +302,8 @@ class Receiver:
                 if means == "accepted":
                     self._refused_in_a_row = 0
                     self._accepted += 1
-                    return self._answered(key, None)
+                    self._answered(key)
+                    return None
                 misconfigured = misconfigured + 1 if means == "misconfigured" else 0
                 beside_accepted = beside_accepted + (self._accepted > accepted) if misconfigured else 0
                 accepted = self._accepted
@@ -313,7 +314,8 @@ class Receiver:
                     means = "refused"
                 self._refused_in_a_row += means == "refused"
                 if means == "refused" and self._refused_in_a_row <= self._most_refused:
-                    return self._answered(key, text)
+                    self._answered(key)
+                    return text
                 self._fail(key, f"{'it refuses everything' if means == 'refused' else means}: {text}")
                 await pause(attempt, reply.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
@@ -340,7 +342,7 @@ class Receiver:
     def refuses_all(self, why: str | None) -> None:
         """Note that every request of a batch was refused by itself; None: at least one was not."""
         if why is None:
-            self._answered(Receiver, None)
+            self._answered(Receiver)
         else:
             self._fail(Receiver, f"it refuses everything: {why}")
 
@@ -351,14 +353,13 @@ class Receiver:
         self._has_failed = True
         self._note(request, why)
 
-    def _answered(self, request: object, refused: str | None) -> str | None:
-        """Note that a request is accepted or refused. Returns the reason of a refusal."""
+    def _answered(self, request: object) -> None:
+        """Note that a request is accepted or refused."""
         self._note(request, None)
         if self._has_failed and self.failing is None:
             self._has_failed = False
             log.info("%s answers again", self.name)
             self._on_recovery()
-        return refused
 
     def _note(self, request: object, why: str | None) -> None:
         """Note why a request is retried; None: it is not, or no longer."""

@@ -134,11 +134,10 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     for name, pod in facts.pods.items():
         if (change := _change_of_pod(name, pod, firing)) is not None:
             return Objection("changed", change)
-        for obj in (pod, *facts.owners[name], facts.workload):
-            meta = obj["metadata"] if obj is not None else {}
-            reason = opted_out(meta.get("annotations") or {}, inherited, idle_ms) if obj is not None else None
-            if obj is not None and reason is not None:
-                return Objection("opted_out", f"{obj['kind']} {meta['name']} is left alone: {reason}")
+        for obj in [obj for obj in (pod, *facts.owners[name], facts.workload) if obj is not None]:
+            reason = opted_out(obj["metadata"].get("annotations") or {}, inherited, idle_ms)
+            if reason is not None:
+                return Objection("opted_out", f"{_named(obj)} is left alone: {reason}")
     chains = list(facts.owners.values())
     if not all(chains):
         pod_name = next(name for name, chain in facts.owners.items() if not chain)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from operator import attrgetter
 
-from topics.actions import TOPIC, Action, ActionKind
+from topics.actions import TOPIC, Action
 from topics.times import epoch_ms
 
 HOUR_MS = 3_600_000
@@ -27,8 +27,7 @@ OVER = frozenset({"done", "undone"})
 
 def budget_of(action: str | None) -> str:
     """The budget that an action counts against."""
-    event: ActionKind = "event"
-    return event if action == event else "stop"
+    return "event" if action == "event" else "stop"
 
 
 class Ledger:

@@ -255,13 +255,13 @@ class Translator:
         self, series: SeriesSet, subject: DeviceIdentity | PodInfo, about: tuple[str, ...] | None = None
     ) -> RelabelledSet:
         """Apply relabelling to a new set, with all that is known of the device or pod as meta labels."""
-        meta: Mapping[str, str] = {}
-        if self._relabelling.with_meta and isinstance(subject, PodInfo):
-            meta = meta_labels(subject.node, holder_identity(subject.holder))
-        elif self._relabelling.with_meta and isinstance(subject, DeviceIdentity):
-            meta = meta_labels(subject, subject.holder)
-        relabelled = self._relabelling.relabel(series, meta)
-        hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
+        if not self._relabelling.with_meta:
+            relabelled = self._relabelling.relabel(series)
+        elif isinstance(subject, PodInfo):
+            relabelled = self._relabelling.relabel(series, meta_labels(subject.node, holder_identity(subject.holder)))
+        else:
+            relabelled = self._relabelling.relabel(series, meta_labels(subject, subject.holder))
+        hashes = tuple(map(hash, relabelled.series.series())) if self.may_collide else None
         return RelabelledSet(series.rows, *relabelled, about, hashes)
 
     def _select(self, cache: Cache, sample: SeriesTick) -> None:
