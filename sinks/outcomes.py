@@ -105,18 +105,19 @@ class Outcomes:
         self._prefix = f"gpustream_{component}"
         self._instruments, self._on_outcome, self._clock_s = instruments, on_outcome, clock_s
         self._held = 0
+        instruments.gauge(f"{self._prefix}_records_held").set_function(lambda: self._held)
         self._lags: dict[object, tuple[int, int]] = {}  # of each reader: how many partitions, and their lag
 
     def read(self, records: int) -> None:
         """Count records that were read; they are held now."""
         self._counter("records_read_total").inc(records)
-        self._hold(records)
+        self._held += records
 
     def finish(self, outcome: Outcome, reason: str = "", tick: SeriesTick | None = None) -> None:
         """Count a finished record; ``tick`` is what it was, if it could be decoded as one."""
         labels = (reason,) if outcome == "dropped" else ()
         self._counter(f"records_{outcome}_total", *labels).inc()
-        self._hold(-1)
+        self._held -= 1
         if self._on_outcome is not None and tick is not None:
             self._on_outcome(tick.cluster, tick.node, tick.run_id, tick.seq, outcome)
 
@@ -128,7 +129,7 @@ class Outcomes:
     def release(self, records: int) -> None:
         """Count records that were given up unfinished."""
         self._counter("records_released_total").inc(records)
-        self._hold(-records)
+        self._held -= records
 
     def expired(self, records: int) -> None:
         """Count records that were deleted before they were read."""
@@ -160,7 +161,3 @@ class Outcomes:
 
     def _counter(self, name: str, *labels: str) -> Counter:
         return self._instruments.counter(f"{self._prefix}_{name}", *labels)
-
-    def _hold(self, more: int) -> None:
-        self._held += more
-        self._instruments.gauge(f"{self._prefix}_records_held").set(self._held)

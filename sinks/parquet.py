@@ -207,6 +207,7 @@ class Disk:
         self._instruments = instruments
         self._log_throttle = LogThrottle()
         self._retried: dict[object, str] = {}
+        instruments.gauge("gpustream_parquet_failing").set_function(lambda: bool(self._retried))
 
     @property
     def failing(self) -> str | None:
@@ -221,24 +222,16 @@ class Disk:
                 try:
                     new = await asyncio.to_thread(files.merge, start_ms, records)
                 except (OSError, _pyarrow()[0].ArrowException) as error:
-                    self._note(merge, f"{type(error).__name__}: {error}")
+                    self._retried[merge] = failing = f"{type(error).__name__}: {error}"
+                    if self._log_throttle.is_due(failing):
+                        log.warning("a file can't be written: %s; trying again", failing)
                     if await set_within(abandon, _RETRY_S):
                         raise Abandoned from error
                 else:
                     self._instruments.counter("gpustream_parquet_files_written_total").inc(new > 0)
                     return new
         finally:
-            self._note(merge, None)
-
-    def _note(self, merge: object, failing: str | None) -> None:
-        """Note why a merge is retried; None: it has ended."""
-        if failing is None:
             self._retried.pop(merge, None)
-        else:
-            self._retried[merge] = failing
-            if self._log_throttle.is_due(failing):
-                log.warning("a file can't be written: %s; trying again", failing)
-        self._instruments.gauge("gpustream_parquet_failing").set(bool(self._retried))
 
 
 class ParquetPartition:

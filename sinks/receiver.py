@@ -273,7 +273,7 @@ class Receiver:
         self._refused_in_a_row = self._accepted = 0
         self._retried: dict[object, str] = {}
         self._has_failed = False
-        instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(0)
+        instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set_function(lambda: bool(self._retried))
 
     @property
     def failing(self) -> str | None:
@@ -321,7 +321,7 @@ class Receiver:
                 attempt += 1
             raise Abandoned
         finally:
-            self._note(key, None)
+            self._retried.pop(key, None)
 
     async def _accepts_empty(self) -> bool:
         """Whether an empty request is accepted. Then a proxy objects to what is in the others."""
@@ -351,20 +351,12 @@ class Receiver:
         if not self._has_failed:
             log.warning("%s does not accept, trying again: %s", self.name, why)
         self._has_failed = True
-        self._note(request, why)
+        self._retried[request] = why
 
     def _answered(self, request: object) -> None:
         """Note that a request is accepted or refused."""
-        self._note(request, None)
+        self._retried.pop(request, None)
         if self._has_failed and self.failing is None:
             self._has_failed = False
             log.info("%s answers again", self.name)
             self._on_recovery()
-
-    def _note(self, request: object, why: str | None) -> None:
-        """Note why a request is retried; None: it is not, or no longer."""
-        if why is None:
-            self._retried.pop(request, None)
-        else:
-            self._retried[request] = why
-        self._instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(bool(self._retried))

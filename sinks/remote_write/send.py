@@ -130,6 +130,8 @@ class RemoteWriteSender:
         self._probes = 0
         self._next_probe_s = 0.0
         self._taken = asyncio.Event()
+        failing = instruments.gauge("gpustream_remote_write_receiver_failing")
+        failing.set_function(lambda: self.failing is not None)
 
     async def send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> Refusal | None:
         """Send until accepted (None) or refused. Raises Abandoned."""
@@ -182,7 +184,6 @@ class RemoteWriteSender:
     def _begin_hold(self, reason: str) -> None:
         """The receiver refuses everything: from now on send it only a small request now and then."""
         self.failing = f"it refuses everything: {reason}"
-        self._instruments.gauge("gpustream_remote_write_receiver_failing").set(1)
         if self._holding:
             return
         self._holding, self._probes = True, 0
@@ -217,7 +218,6 @@ class RemoteWriteSender:
         if self._holding:
             log.info("the receiver accepts again")
         self._holding, self.failing = False, None
-        self._instruments.gauge("gpustream_remote_write_receiver_failing").set(0)
         self._taken.set()
 
     async def _probe(self, groups: Sequence[SampleGroup], turn: int) -> bool:
@@ -274,7 +274,6 @@ class RemoteWriteSender:
             self.failing = None
         if means == "refused" and answer.written:
             self.accepted += 1
-        instruments.gauge("gpustream_remote_write_receiver_failing").set(self.failing is not None)
         if self._holding and answer.retry_after_s is not None:
             asked_s = time.monotonic() + min(answer.retry_after_s, MAX_RETRY_AFTER_S)
             self._next_probe_s = max(self._next_probe_s, asked_s)

@@ -148,7 +148,8 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
     def source(topic: str, recall_s: float) -> Source:
         return Source(topic, lambda number: handlers.append((topic, number)) or Handler(True), "latest", Back(recall_s))  # type: ignore[func-returns-value]
 
-    reader = GroupReader(SETTINGS, [source("a", 1.0), source("b", 2.0)], Outcomes("test", Instruments(())))
+    outcomes = Outcomes("test", Instruments(outcome_instruments("test")))
+    reader = GroupReader(SETTINGS, [source("a", 1.0), source("b", 2.0)], outcomes)
     reader._group = FakeGroup(LOG)  # type: ignore[assignment]
     runs: list[tuple[str, float]] = []
 
