@@ -348,10 +348,8 @@ class Assignment:
         return reached
 
     async def _finished(self, position: int, resume: int) -> None:
-        """Note that everything before a position is finished, and commit what of it no delivery has committed: markers.
-
-        Or else a log that ends in markers would never be finished.
-        """
+        """Note that everything before a position is finished, and commit it, unless a delivery has: no delivery commits
+        markers, and a log that ends in them would never be finished."""
         if position > (resume if self.next is None else self.next):
             await self._commit(position)
         self.next = position

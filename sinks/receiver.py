@@ -285,11 +285,11 @@ class Receiver:
     ) -> str | None:
         """Send until it is accepted (None) or refused (the reason). Raises Abandoned.
 
-        ``request`` is called for each attempt, because a request may contain how late it is. ``most_misconfigured``:
-        from so many answers in a row that the configuration is wrong, an empty request is sent, to see whether it is.
-        If that is accepted, and the request is not accepted the next time either, the request is refused; if
-        ``most_misconfigured`` is 1, at once. It is refused, too, after ``MISCONFIGURED`` such answers before each of
-        which another request was accepted.
+        ``request`` is called for each attempt, because a request may contain how late it is. Answers that say that the
+        configuration is wrong may come from a proxy that objects to this request only. So after ``most_misconfigured``
+        of them in a row, each attempt is followed by an empty request. If two of those in a row are accepted, or the
+        first one if ``most_misconfigured`` is 1, the request is refused. It is refused, too, after ``MISCONFIGURED``
+        such answers if another request was accepted before each of them.
         """
         attempt, misconfigured, objections, key = 0, 0, 0, object()
         accepted, beside_accepted = self._accepted, 0

@@ -98,8 +98,8 @@ class Lane:
     """The waiting records of a node, in order. ``busy``: a request with earlier records of it is in flight.
 
     ``settle`` is called with the records of a request, in order; then ``moved`` is set. ``abandon``: send nothing more.
-    Only the partition's owner keeps the partition and its ``series``, to which a lane refers weakly: so they are gone,
-    with the series that its nodes claim, when the owner gives it up, and not when the last request of it has ended.
+    A lane refers weakly to the partition and to its ``series``. So they are gone as soon as the partition's owner gives
+    them up, with the series that its nodes claim, although a request with their records may still be in flight.
     """
 
     series: OpenSeries

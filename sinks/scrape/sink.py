@@ -200,8 +200,9 @@ class ScrapePartition:
     def _apply(self, sample: SeriesTick, logged_ms: int) -> Outcome:
         """Show a tick in place of the node's last one, or put it into the node's window and show what that closes.
 
-        ``logged_ms``: its log time. By that or by its node's clock, whichever is later, it came; but not before the
-        partition was last read to its end, so that a clock of this host that is ahead hides nothing that comes now.
+        ``logged_ms``: its log time. The tick came at that time or at the time of its node's clock, whichever is later,
+        but not before the partition was last read to its end: so nothing that comes now is hidden if the clock of this
+        host is ahead.
         """
         node = self._nodes.get((sample.cluster, sample.node))
         age_s = self._shared.wall_s() - max(sample.ts_ms, logged_ms) / 1000
