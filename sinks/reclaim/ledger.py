@@ -120,5 +120,5 @@ def _is_late(action: Action, last: Action | None, *, is_granted: bool) -> bool:
 
 def is_repeated(action: Action, last: Action | None) -> bool:
     """Whether a record would only repeat the last one of its action."""
-    content = attrgetter("state", "reason", "due_at", "target")
+    content = attrgetter("state", "reason", "due_at", "target", "revision")
     return last is not None and content(action) == content(last)

@@ -166,7 +166,11 @@ class Reclaimer:
             return CHECK_S
         wait_s = max(0.0, (min(dues.values()) - now_ms) / 1000)
         last_actions = [(self.ledger.last(action_id(alert, kind)), time_of(at_ms)) for kind, at_ms in dues.items()]
-        planned = all(last and last.state == "planned" and last.due_at == due_at for last, due_at in last_actions)
+        revision = None if allowed.partly else alert.revision  # a new one is written: after a restart the time goes on
+        planned = all(
+            last and (last.state, last.due_at, last.revision) == ("planned", due_at, revision)
+            for last, due_at in last_actions
+        )
         if wait_s and (firing.since_ms is None or planned):
             return min(CHECK_S, wait_s)
         slow = self._slow_facts.pop(alert.fingerprint, None)

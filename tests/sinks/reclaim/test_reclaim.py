@@ -411,6 +411,20 @@ async def test_after_a_restart_the_time_goes_on_although_the_log_has_only_the_la
     assert world.states() == ["planned", "intended", "done"]
 
 
+async def test_after_a_restart_the_time_goes_on_although_the_alert_has_become_critical() -> None:
+    world = World("scale=2h")
+    firing = world.deployment()
+    world.write(firing)
+    sink = world.replica()
+    await sink.run()
+    world.write(msgspec.structs.replace(firing, revision=1, severity="critical"))
+    await sink.run(later_ms=HOUR_MS)
+    del world.alerts[0]  # compacted away
+    await world.replica().run(later_ms=HOUR_MS)
+    assert [action.due_at for action in world.log[:2]] == [time_of(START_MS + 2 * HOUR_MS)] * 2
+    assert world.states() == ["planned", "planned", "intended", "done"]
+
+
 async def test_a_planned_action_ends_with_the_alert_or_with_the_opt_in_of_its_namespace() -> None:
     world = World("scale=4h")
     firing = world.deployment()
