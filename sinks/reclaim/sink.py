@@ -43,6 +43,7 @@ from topics.actions import KINDS, Action, kafka_headers
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
+_MAX_FAILURES = 2  # if alerts can't be looked at so many times in a row, open actions are settled first
 
 
 class ReclaimPartition:
@@ -62,6 +63,7 @@ class ReclaimPartition:
         self._known: set[str] = set()
         self._watched: dict[str, Watched] = {}
         self._check_at_s: dict[str, float] = {}
+        self._failures = 0
         self._resume_at_s = -math.inf  # the API server is asked nothing before
 
     def recall(self, record: Record) -> None:
@@ -83,8 +85,28 @@ class ReclaimPartition:
         """Do what is due. Raises Abandoned."""
         if not self._is_ready() or self._clock_s() < self._resume_at_s:
             return
+        began_s, failure = self._clock_s(), None
+        if self._failures >= _MAX_FAILURES:
+            self._failures, failure = 0, await self._settle(abandon)
+        if failure is None:
+            failure = await self._consider(began_s, abandon)
+            self._failures = 0 if failure is None else self._failures + 1
+        if failure is None:
+            failure = await self._settle(abandon)  # it may take long, and alerts may be resolved meanwhile
+        if failure is not None:
+            self._reclaimer.health.bad(failure.reason, str(failure))
+            pause_s = max(_AGAIN_S, getattr(failure, "retry_after_s", None) or 0.0)
+            self._resume_at_s = self._clock_s() + pause_s
+
+    def reset(self) -> None:
+        self._transitions.clear()
+        self._known.clear()
+        self._watched.clear()
+        self._check_at_s.clear()
+
+    async def _consider(self, began_s: float, abandon: asyncio.Event) -> Unreachable | None:
+        """Do what is due about the alerts that are due to be looked at. Returns why one can't be."""
         try:
-            began_s = self._clock_s()
             for fingerprint, watched in list(self._watched.items()):
                 if abandon.is_set():
                     raise Abandoned
@@ -98,19 +120,9 @@ class ReclaimPartition:
                     self._check_at_s[fingerprint] = self._clock_s() + wait_s
                     if not wait_s:  # what was read of it is kept for the next turn only
                         self._watched = {fingerprint: watched, **self._watched}
-            failure = await self._settle(abandon)  # it may take long, and alerts may be resolved meanwhile
         except Unreachable as error:
-            failure = error
-        if failure is not None:
-            self._reclaimer.health.bad(failure.reason, str(failure))
-            pause_s = max(_AGAIN_S, getattr(failure, "retry_after_s", None) or 0.0)
-            self._resume_at_s = self._clock_s() + pause_s
-
-    def reset(self) -> None:
-        self._transitions.clear()
-        self._known.clear()
-        self._watched.clear()
-        self._check_at_s.clear()
+            return error
+        return None
 
     async def _settle(self, abandon: asyncio.Event) -> Unreachable | None:
         """Settle the actions that another process began, and cancel those that are not due any more. One of a kind that

@@ -651,6 +651,27 @@ async def test_an_action_whose_outcome_cannot_be_read_keeps_no_alert_waiting_and
     assert world.states("suspend")[-2:] == ["intended", "done"]
 
 
+async def test_an_alert_whose_objects_can_not_be_read_keeps_no_action_open() -> None:
+    world = World("scale, suspend")
+    web = world.deployment()
+    world.write(web)
+    first = world.replica()
+    first.kill_at = "after intended"
+    with pytest.raises(Killed):
+        await first.run()
+    world.replicas.remove(first)
+    world.write(world.job())
+
+    def conversion_webhook_is_down(method: str, path: str) -> Answer | None:
+        return status(500, "conversion webhook failed") if "/jobs/" in path else None
+
+    sink = world.replica()
+    for _ in range(4):
+        world.api.faults = [conversion_webhook_is_down] * 99
+        await sink.run(later_ms=10_000)
+    assert world.states("scale") == ["intended", "refused interrupted", "intended", "done"]
+
+
 async def test_an_object_that_was_changed_in_between_is_not_changed_and_is_looked_at_again() -> None:
     world = World("scale")
     world.write(world.deployment())
