@@ -121,7 +121,7 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
     action = (await _actions(connection)).get(action_id)
     if action is None:
         raise NotUndone(f"there is no action {action_id} in {connection.prefixed(actions.TOPIC.name)}")
-    if action.state == "refused":  # the API server may have done it after the request was given up
+    if action.state not in OVER:  # the API server may have done it after the request was given up
         action = (await _actions(connection, begun=True)).get(action_id, action)
     if action.state not in ("done", "intended"):
         raise NotUndone(f"action {action_id} is {action.state}: there is nothing to undo")

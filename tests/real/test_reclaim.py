@@ -265,7 +265,7 @@ async def test_what_the_api_server_did_after_the_sink_had_given_it_up_can_be_und
     selector, path = {"matchLabels": {"app": "x"}}, f"/apis/apps/v1/namespaces/{space}/deployments"
     template = {"metadata": {"labels": {"app": "x"}}, "spec": {**POD_SPEC, "restartPolicy": "Always"}}
     spec, records = {"replicas": 3, "selector": selector, "template": template}, list[Action]()
-    for name in ("did", "did-not"):
+    for name in ("did", "did-not", "planned-again"):
         meta = {"name": name, "namespace": space}
         plan = WorkloadChange(
             api.create({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": spec}), {"replicas": 0}
@@ -278,15 +278,20 @@ async def test_what_the_api_server_did_after_the_sink_had_given_it_up_can_be_und
         )  # fmt: skip
         refused = msgspec.structs.replace(intended, state="refused", reason="opted_out", target=None, replicas=None)
         records += [intended, refused]
-        if name == "did":
-            api.patch(f"{path}/did", patch(plan, intended.id, "it idles"))
+        if name == "planned-again":  # its time began again, and then its alert was resolved
+            records += [msgspec.structs.replace(refused, state=state, reason=None) for state in ("planned", "ended")]
+        if name != "did-not":
+            api.patch(f"{path}/{name}", patch(plan, intended.id, "it idles"))
     async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
         for action in records:
             await producer.send_and_wait("gpu.actions", msgspec.json.encode(action), key=CLUSTER.encode())
-    did, did_not = [await asyncio.to_thread(_undo, kafka, api, action.id) for action in records[::2]]
+    ids = dict.fromkeys(action.id for action in records)
+    did, did_not, planned_again = [await asyncio.to_thread(_undo, kafka, api, action) for action in ids]
     assert did == (0, f"undone: Deployment {space}/did has its replicas again\n")
     assert (did_not[0], "it was not done" in did_not[1]) == (1, True)
-    assert [api.get(f"{path}/{name}")["spec"]["replicas"] for name in ("did", "did-not")] == [3, 3]
+    assert planned_again == (0, f"undone: Deployment {space}/planned-again has its replicas again\n")
+    names = ("did", "did-not", "planned-again")
+    assert [api.get(f"{path}/{name}")["spec"]["replicas"] for name in names] == [3, 3, 3]
 
 
 async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
