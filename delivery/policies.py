@@ -159,11 +159,11 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
     is. A malformed annotation forbids the action, too.
     """
     for name in (ALERTS, IDLE_AFTER):
-        text = annotations.get(name, inherited.get(name, ""))
-        word = text.strip().lower()
-        if name == ALERTS and word not in ("", "on"):
+        if (text := annotations.get(name, inherited.get(name))) is None:
+            continue
+        if name == ALERTS and text.strip().lower() != "on":
             return f"{name} is {text[:80]!r}"
-        if name == IDLE_AFTER and word:
+        if name == IDLE_AFTER:
             try:
                 if milliseconds(text) > idle_ms:
                     return f"{name} is {text[:80]!r}, and it is idle for {duration_words(idle_ms)}"
