@@ -74,7 +74,7 @@ class Cluster:
 
     def __init__(self, api: Client) -> None:
         self._api = api
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_AT_ONCE)  # of what is read: a change that waits would go by an old decision
         self._namespaces: dict[str, tuple[float, Json | None]] = {}
         self._kueue: tuple[float, str | None] = (float("-inf"), None)
 
@@ -153,15 +153,15 @@ class Cluster:
         return {"apiVersion": version, "kind": "Workload", **items[0]} if items else None
 
     async def _get(self, path: str) -> Json | None:
-        return _object(await self._ask("GET", path))
+        async with self._slots:
+            return _object(await self._ask("GET", path))
 
     async def _ask(
         self, method: str, path: str, body: Json | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
         """Send a request. Returns answers of 2xx, 404 and 409. Raises Denied and Unreachable."""
         content = None if body is None else msgspec.json.encode(body)
-        async with self._slots:
-            answer = await self._api.request(method, path, body=content, headers=headers, timeout_s=_TIMEOUT_S)
+        answer = await self._api.request(method, path, body=content, headers=headers, timeout_s=_TIMEOUT_S)
         if 200 <= answer.status < 300 or answer.status in (404, 409):
             return answer
         if answer.status in (401, 408, 429) or answer.status >= 500:

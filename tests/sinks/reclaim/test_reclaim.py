@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delivery.kubernetes.client import Answer, Unreachable
 from sinks.reclaim.cluster import Denied
-from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
+from sinks.reclaim.decide import RECLAIMED_BY, UNDONE, Facts
 from sinks.reclaim.ledger import HOUR_MS as LEDGER_HOUR_MS
 from sinks.reclaim.ledger import Ledger
 from tests.sinks.alerts import START_MS, alert, alert_record
@@ -1087,6 +1087,33 @@ async def test_an_alert_that_ends_or_changes_while_its_owners_are_read_slowly_is
     world.write(over(firing, world.now_ms))
     await sink.run()
     assert world.api.changes == []
+
+
+async def test_a_change_does_not_wait_for_what_is_read_about_other_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("scale")
+    world.write(world.deployment())
+    sink = world.replica()
+    other, answered, answer, send = world.deployment("other", pods=9), asyncio.Event(), world.api.request, sink._send
+    reading: list[asyncio.Task[Facts]] = []
+
+    async def answer_slowly(method: str, path: str, **more: Any) -> Answer:
+        if "/pods/other" in path:
+            await answered.wait()
+        return await answer(method, path, **more)
+
+    async def send_and_read(action: Action) -> None:
+        if action.state == "intended":
+            reading.append(asyncio.ensure_future(sink.reclaimer.cluster.facts(other, {"metadata": {"name": "ml"}})))
+        await send(action)
+
+    monkeypatch.setattr(world.api, "request", answer_slowly)
+    sink.reclaimer._send = send_and_read
+    running = asyncio.ensure_future(sink.run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert replicas(world) == 0
+    answered.set()
+    await asyncio.gather(running, *reading)
 
 
 async def test_what_was_read_of_a_workload_long_ago_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
