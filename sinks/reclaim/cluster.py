@@ -91,7 +91,12 @@ class Cluster:
     async def facts(self, alert: Alert, namespace: Json) -> Facts:
         """The pods of an alert and their owners. Raises Denied and Unreachable."""
         in_namespace, names = namespace["metadata"]["name"], pods_of(alert)
-        objects = await asyncio.gather(*(self._get(_path("v1", "pods", in_namespace, name)) for name in names))
+        reads = [asyncio.ensure_future(self._get(_path("v1", "pods", in_namespace, name))) for name in names]
+        try:
+            objects = await asyncio.gather(*reads)
+        finally:
+            for read in reads:
+                read.cancel()  # when one has failed, the others are not asked for any more
         pods, owners_by_uid = dict(zip(names, objects, strict=True)), dict[str, Json]()
         owners = {
             name: await self._owners(pod, in_namespace, owners_by_uid) if pod is not None else []

@@ -672,6 +672,22 @@ async def test_an_alert_whose_objects_can_not_be_read_keeps_no_action_open() -> 
     assert world.states("scale") == ["intended", "refused interrupted", "intended", "done"]
 
 
+async def test_no_more_pods_are_asked_for_when_the_api_server_says_for_one_when_to_come_again() -> None:
+    world = World("scale")
+    world.write(world.deployment(pods=100))
+    asked: list[str] = []
+
+    def slow_down(_: str, path: str) -> Answer | None:
+        asked.append(path)
+        return status(429, "slow", 60.0) if "/pods/" in path else None
+
+    world.api.faults = [slow_down] * 999
+    await world.replica().run()
+    for _ in range(999):
+        await asyncio.sleep(0)
+    assert len(asked) < 20
+
+
 async def test_an_object_that_was_changed_in_between_is_not_changed_and_is_looked_at_again() -> None:
     world = World("scale")
     world.write(world.deployment())
