@@ -98,6 +98,9 @@ FRESH_S = 5.0
 _FACTS_S = 15.0
 """For how long what took longer to read is kept, so that it is decided when the partition was read on."""
 
+_OLDEST_FACTS_S = 120.0
+"""How long ago the reading may have begun: a process may be stopped in the middle of it, and go on hours later."""
+
 _MAX_EVENTS = 8
 _CHANGED = "somebody changed it between the decision and the action, or it went: nothing was done"
 _FORGOTTEN = "the object has the id of this action: it was done, and perhaps undone, and gpu.actions does not have it"
@@ -184,7 +187,8 @@ class Reclaimer:
             return min(CHECK_S, wait_s or CHECK_S)
         if (now_s := self._clock_s()) > firing.until_s:
             self._slow_facts = {key: read for key, read in self._slow_facts.items() if read.until_s >= now_s}
-            self._slow_facts[alert.fingerprint] = _SlowFacts(watched, facts, now_s + _FACTS_S)
+            until_s = min(now_s + _FACTS_S, began_s + _OLDEST_FACTS_S)
+            self._slow_facts[alert.fingerprint] = _SlowFacts(watched, facts, until_s)
             return 0.0
         return await self._decide_and_act(firing, facts, dues, abandon)
 

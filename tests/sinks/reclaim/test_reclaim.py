@@ -1105,6 +1105,28 @@ async def test_an_alert_that_ends_or_changes_while_its_owners_are_read_slowly_is
     assert world.api.changes == []
 
 
+async def test_what_was_read_before_the_process_was_stopped_for_an_hour_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World("scale")
+    world.write(world.deployment())
+    answer = world.api.request
+
+    async def stop_after(method: str, path: str, **more: Any) -> Answer:
+        answered = await answer(method, path, **more)
+        if path == POD:
+            monkeypatch.undo()
+            annotate(world, POD, reclaim="off")
+            world.now_ms += HOUR_MS
+        return answered
+
+    monkeypatch.setattr(world.api, "request", stop_after)
+    sink = world.replica()
+    await sink.run()
+    await sink.run(later_ms=1000)
+    assert (world.states(), world.api.changes) == (["refused opted_out"], [])
+
+
 async def test_a_change_does_not_wait_for_what_is_read_about_other_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("scale")
     world.write(world.deployment())
