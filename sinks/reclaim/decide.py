@@ -134,10 +134,10 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     for name, pod in facts.pods.items():
         if (change := _change_of_pod(name, pod, firing)) is not None:
             return Objection("changed", change)
-        for obj in [obj for obj in (pod, *facts.owners[name], facts.workload) if obj is not None]:
-            reason = opted_out(obj["metadata"].get("annotations") or {}, inherited, idle_ms)
-            if reason is not None:
-                return Objection("opted_out", f"{_named(obj)} is left alone: {reason}")
+        for obj in filter(None, (pod, *facts.owners[name], facts.workload)):
+            for annotations in _annotations(obj):
+                if (reason := opted_out(annotations, inherited, idle_ms)) is not None:
+                    return Objection("opted_out", f"{_named(obj)} is left alone: {reason}")
     chains = list(facts.owners.values())
     if not all(chains):
         pod_name = next(name for name, chain in facts.owners.items() if not chain)
@@ -148,6 +148,12 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     if isinstance(plan, Objection) or firing.partly:
         return plan
     return plan if kind == "event" else _unknown_pods(chains) or plan
+
+
+def _annotations(obj: Json) -> list[Json]:
+    """The annotations of an object, and of its template, by which it may not have made its pods yet."""
+    template = (obj.get("spec") or {}).get("template") or {}
+    return [(part.get("metadata") or {}).get("annotations") or {} for part in (obj, template)]
 
 
 def _unknown_pods(chains: Sequence[Sequence[Json]]) -> Objection | None:

@@ -22,6 +22,8 @@ from topics.times import time_of
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/ml/deployments/web"
 POD = "/api/v1/namespaces/ml/pods/web-0"
+KEPT = {"metadata": {"annotations": {"gpustream.dev/reclaim": "off"}}}
+"""A template by which no pods are made yet, as no GPU is free for them."""
 Json = dict[str, Any]
 
 
@@ -215,6 +217,7 @@ def _mixed(world: World) -> None:
         (lambda w: annotate(w, POD, reclaim="off"), "opted_out"),
         (lambda w: annotate(w, DEPLOYMENT, reclaim="off"), "opted_out"),
         (lambda w: annotate(w, "/api/v1/namespaces/ml", alerts="off"), "opted_out"),
+        (lambda w: w.api.objects[DEPLOYMENT]["spec"].update(template=KEPT), "opted_out"),
         (lambda w: w.api.objects.pop(POD), "changed"),
         (lambda w: w.api.put(POD, "Pod", "v1", metadata={"creationTimestamp": "2027-01-01T00:00:00Z"}), "changed"),
         (lambda w: w.api.objects[POD].update(spec={"nodeName": "another"}), "changed"),
