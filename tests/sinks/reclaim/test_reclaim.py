@@ -23,7 +23,7 @@ from topics.times import time_of
 DEPLOYMENT = "/apis/apps/v1/namespaces/ml/deployments/web"
 POD = "/api/v1/namespaces/ml/pods/web-0"
 KEPT = {"metadata": {"annotations": {"gpustream.dev/reclaim": "off"}}}
-"""A template by which no pods are made yet, as no GPU is free for them."""
+"""A template by which no pods are made yet: its Deployment is paused."""
 Json = dict[str, Any]
 
 
