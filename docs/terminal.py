@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 from delivery.connection import Connection
-from gpustream.embedded import EmbeddedBroker, every_topic
+from gpustream.embedded import PARTITIONS, EmbeddedBroker
 from gpustream.top.app import TopApp
 from gpustream.top.command import followed
+from topics import TOPICS
 
 SIZE = (110, 30)
 AFTER_S = 52
@@ -27,7 +28,7 @@ FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 async def main(folder: Path) -> None:
     """Makes the pictures."""
     with EmbeddedBroker() as broker:
-        broker.start(every_topic())
+        broker.start(dict.fromkeys(TOPICS, PARTITIONS))
         run = ["run", "--kafka", broker.address, "--simulate", "4x8", "--story", "--plain", "--listen", "off"]
         options = ["--scrape-listen", "127.0.0.1:0", "--page-listen", "off", "--duration", f"{AFTER_S + 20}s"]
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpustream", *run, *options)
