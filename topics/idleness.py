@@ -47,12 +47,20 @@ def work_of(ratios: Ratios) -> Work:
     return Work(max(used or 0.0, peak or 0.0, engine or 0.0, sms or 0.0, video), measured, video)
 
 
-def part_of(parts: Iterable[Parts | None]) -> float | None:
+class PartHolder(Protocol):
+    """The field of a holder that is needed here."""
+
+    @property
+    def parts(self) -> Parts | None: ...
+
+
+def part_of(holders: Iterable[PartHolder]) -> float | None:
     """The sum of the parts of a pod's holders in a device's utilization; None: it is not known."""
     total: float | None = None
-    for part in parts:
-        if part is not None and part.utilization_ratio is not None:
-            total = part.utilization_ratio + (total or 0)
+    for holder in holders:
+        parts = holder.parts
+        if parts is not None and (ratio := parts.utilization_ratio) is not None:
+            total = ratio if total is None else ratio + total
     return total
 
 
@@ -80,16 +88,19 @@ def beside_parts(
     """
     work_of_pods: dict[str | None, float] = {}
     for process in processes or ():
-        work_of_pods[process.pod_uid] = work_of_pods.get(process.pod_uid, 0.0) + (process.sm_utilization_ratio or 0.0)
+        uid = process.pod_uid
+        work_of_pods[uid] = work_of_pods.get(uid, 0.0) + (process.sm_utilization_ratio or 0.0)
     work_of_processes = [work_of_pods.get(uid, 0.0) if uid is not None else 0.0 for uid, _ in pods]
     if len(pods) < 2:
         return work_of_processes, None
     parts_sum = sum([part or 0.0 for _, part in pods])
-    rest = max(0.0, work.most - parts_sum)
     if unattributed is not None and unattributed.utilization_ratio is not None:
-        rest = unattributed.utilization_ratio
-    strangers = not work_of_pods.keys() <= {uid for uid, _ in pods} - {None}
-    return work_of_processes, 0.0 if rest < parts_sum / 2 and not strangers else rest
+        rest: float = unattributed.utilization_ratio
+    else:
+        rest = max(0.0, work.most - parts_sum)
+    if 0.0 < rest < parts_sum / 2 and work_of_pods.keys() <= {uid for uid, _ in pods} - {None}:  # and no strangers
+        rest = 0.0
+    return work_of_processes, rest
 
 
 def is_idle(below: float, work: Work, part: float | None, processes: float, rest: float | None) -> bool | None:
@@ -116,7 +127,7 @@ def device_activity(device: AttributedDevice) -> Activity:
     """The activity of a device of a tick. It is idle if all pods that hold it are."""
     work = work_of(Ratios(*map(device.metrics.get, Ratios.__struct_fields__)))
     process_ratios = [process.sm_utilization_ratio or 0.0 for process in device.processes or ()]
-    part = part_of([holder.parts for holder in device.holders]) or 0.0
+    part = part_of(device.holders) or 0.0
     return activity_of(device.state, work, max([part, *process_ratios]), held=bool(device.holders))
 
 

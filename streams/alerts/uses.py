@@ -88,10 +88,11 @@ def update_uses(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Ti
         )
         use = _update_use(use_before, name, activity(metrics), metrics if needs.figures else None, tick, needs)
         return () if use is None else before if use is use_before and len(before) == 1 else (use,)
-    use_by_pod, uses = {use.pod: use for use in before}, list[Use]()
+    use_by_pod = {use.pod: use for use in before}
+    uses: list[Use] = []
     for holders in device.pods:
         if not holders[0].observed:
-            name, share = pod_name(holders[0]), part_of([holder.parts for holder in holders])
+            name, share = pod_name(holders[0]), part_of(holders)
             use = _update_use(use_by_pod.get(name), name, share, None, tick, needs)
             if use is not None:
                 uses.append(use)
@@ -122,7 +123,9 @@ def _update_use(
     """The sums of a pod after a tick. ``share`` is its reading, if any. The first reading measures no time."""
     if share is None:
         return before
-    share, now_ms = min(max(share, 0.0), 1.0), tick.ts_ms  # a producer may write any number
+    if not 0.0 <= share <= 1.0:  # a producer may write any number
+        share = min(max(share, 0.0), 1.0)
+    now_ms = tick.ts_ms
     step = now_ms // STEP_MS
     if before is None or step < before.step - 1:
         worked_ms = now_ms if share >= IDLE_BELOW else 0

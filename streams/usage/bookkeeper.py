@@ -284,9 +284,9 @@ class Bookkeeper:
     def _read_meters(self, gpus: list[Gpu], since_ms: int, ts_ms: int) -> dict[str, EnergyDrawn]:
         """The energy that each GPU has drawn: by its counter since the last reading, else by its power since
         ``since_ms``. A counter that reads less than before has started again at zero."""
-        drawn_by_gpu, booked_ms = dict[str, EnergyDrawn](), self.books.booked_ms
-        booked_ms = max(booked_ms, min(self._closed_live_ms, since_ms))  # it was booked live without the counter
-        hour_ms = since_ms // HOUR_MS * HOUR_MS
+        drawn_by_gpu: dict[str, EnergyDrawn] = {}
+        booked_ms = max(self.books.booked_ms, min(self._closed_live_ms, since_ms))  # live it was booked without a counter
+        hour_ms, passed_ms = since_ms // HOUR_MS * HOUR_MS, ts_ms - since_ms
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)
             if meter is None:
@@ -305,8 +305,7 @@ class Bookkeeper:
                 meter.energy_mj, meter.at_ms = now_mj, ts_ms
             elif gpu.power_watts is not None:
                 meter.energy_mj = None
-            by_power_mj = round((gpu.power_watts or 0.0) * (ts_ms - since_ms))
-            drawn_by_gpu[gpu.uuid] = drawn or EnergyDrawn(since_ms, ts_ms, by_power_mj)
+            drawn_by_gpu[gpu.uuid] = drawn or EnergyDrawn(since_ms, ts_ms, round((gpu.power_watts or 0.0) * passed_ms))
         return drawn_by_gpu
 
     def _read_meters_behind(self, gpus: list[Gpu]) -> None:

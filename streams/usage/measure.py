@@ -96,13 +96,18 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
     whole = sum(weights)
     if not whole:
         weights, whole = [1] * len(weights), len(weights)
-    parts = [total * weight // whole for weight in weights]
-    if undivided := total - sum(parts):
-        remainders = [total * weight % whole for weight in weights]
-        for _ in range(undivided):
-            index = remainders.index(max(remainders))
-            parts[index] += 1
-            remainders[index] = -1
+    parts: list[int] = []
+    remainders: list[int] = []
+    undivided = total
+    for weight in weights:
+        part, remainder = divmod(total * weight, whole)
+        parts.append(part)
+        remainders.append(remainder)
+        undivided -= part
+    for _ in range(undivided):
+        index = remainders.index(max(remainders))
+        parts[index] += 1
+        remainders[index] = -1
     return parts
 
 
@@ -206,16 +211,16 @@ def _millionths(ratio: float | None) -> int:
 def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool]:
     """Which of the holders do nothing with the device, judged as alerts do in a tick; not known counts as not idle."""
     holders = device.holders
-    parts = [part_of([holders[index].parts for index in pod]) for pod in pods]
+    parts = [part_of(map(holders.__getitem__, pod)) for pod in pods]
     if min([part or 0.0 for part in parts]) >= IDLE_BELOW:
         return (False,) * len(holders)
     work, idle = work_of(device.metrics), [False] * len(holders)
     uids_and_parts = [(holders[pod[0]].pod_uid, part) for pod, part in zip(pods, parts, strict=True)]
     work_of_processes, rest = beside_parts(work, device.unattributed, device.processes, uids_and_parts)
     for pod, part, process_work in zip(pods, parts, work_of_processes, strict=True):
-        pod_is_idle = is_idle(IDLE_BELOW, work, part, process_work, rest) is True
-        for index in pod:
-            idle[index] = pod_is_idle and not holders[index].observed
+        if is_idle(IDLE_BELOW, work, part, process_work, rest):
+            for index in pod:
+                idle[index] = not holders[index].observed
     return idle
 
 

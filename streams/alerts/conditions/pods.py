@@ -36,12 +36,13 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
         return
     if len(view.pods) == 1 and view.work.most >= rule.most_work:
         return
-    parts = [part_of([holder.parts for holder in pod.holders]) for pod in view.pods]
+    parts = [part_of(pod.holders) for pod in view.pods]
     if min([part or 0.0 for part in parts]) >= rule.most_work:
         return
     device = view.device
     uids_and_parts = [(pod.holders[0].pod_uid, part) for pod, part in zip(view.pods, parts, strict=True)]
     work_of_processes, rest = beside_parts(view.work, device.unattributed, device.processes, uids_and_parts)
+    held_since_ms = {(held.namespace, held.pod, held.pod_uid): held.since_ms for held in view.remembered.pods}
     for pod, part, process_work in zip(view.pods, parts, work_of_processes, strict=True):
         holder = pod.holders[0]
         if holder.observed or (part is not None and part >= rule.most_work):
@@ -52,9 +53,7 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
         idle = effective_rule is not None and is_idle(effective_rule.idle_below, view.work, part, process_work, rest)
         if effective_rule is None or idle is False:
             continue
-        name = (holder.namespace, holder.pod, holder.pod_uid)
-        held_since_ms = [p.since_ms for p in view.remembered.pods if (p.namespace, p.pod, p.pod_uid) == name]
-        since_ms = (held_since_ms[0] if held_since_ms else 0) + effective_rule.grace_ms
+        since_ms = held_since_ms.get((holder.namespace, holder.pod, holder.pod_uid), 0) + effective_rule.grace_ms
         holds = idle if view.tick.ts_ms >= since_ms else None
         uid, key = uid_and_key(holder)
         facts = Facts(device, None, pod.holders, len(view.pods))
