@@ -285,7 +285,7 @@ class Bookkeeper:
         """The energy that each GPU has drawn: by its counter since the last reading, else by its power since
         ``since_ms``. A counter that reads less than before has started again at zero."""
         drawn_by_gpu: dict[str, EnergyDrawn] = {}
-        booked_ms = max(self.books.booked_ms, min(self._closed_live_ms, since_ms))  # live it was booked without a counter
+        booked_ms = max(self.books.booked_ms, min(self._closed_live_ms, since_ms))  # live it was booked by no counter
         hour_ms, passed_ms = since_ms // HOUR_MS * HOUR_MS, ts_ms - since_ms
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)
