@@ -25,7 +25,7 @@ from gpustream import history
 from gpustream.history import History, Span
 from gpustream.usage.read import Range
 from streams.attribution import join
-from streams.attribution.attribute import Joined, encoded
+from streams.attribution.attribute import Joined
 from streams.attribution.component import decode
 from streams.attribution.log_time import Watermark
 from streams.stage import Malformed
@@ -157,7 +157,7 @@ async def _write(
     totals: ReattributionTotals,
 ) -> None:
     """Attributes a partition's samples again, and writes the ticks that the target does not have."""
-    writer = history.Writer(sender)
+    encode, writer = msgspec.json.Encoder().encode, history.Writer(sender)
     written, nodes = None, set[bytes]()
     async for records in ticks:
         for record in records:
@@ -182,7 +182,7 @@ async def _write(
                 continue
             setattr(totals, sample.attribution, getattr(totals, sample.attribution) + 1)
             key = node_key(sample.cluster, sample.node)
-            await writer.write(attributed.TOPIC.name, encoded(sample), key, record.partition)
+            await writer.write(attributed.TOPIC.name, encode(sample), key, record.partition)
     await writer.settle()
     totals.nodes, totals.malformed = totals.nodes + len(nodes), totals.malformed + partition_join.malformed
 

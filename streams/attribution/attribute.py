@@ -16,7 +16,7 @@ device are not known, nothing is known of its holders, and the others' are exact
 import contextlib
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,23 +34,14 @@ from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder, holder_of_job
 from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
 from topics.samples import Device, Event, Mig, Sample
-from topics.topic import MAX_MESSAGE_BYTES
 from topics.workloads import UnwellDevice
 
 EVENT_MS, LONGEST_EVENT_MS = 60_000, 600_000
 """An event's pods are looked up as of the event, but at most an interval before its tick, and not less or more than
 these."""
 READ_MS = 10_000  # an event may be this much later than its tick's time, because it comes while the tick is read
-LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
-"""What a record has room for beside its key."""
-
-MAX_TEXT_BYTES = 2048
-"""A holder with more than this of labels and annotations is without them in a tick that would be too large."""
-
 _inventory_fields = attrgetter("uuid", "index", "minor", "mig")
 _replace = msgspec.structs.replace
-_encode = msgspec.json.Encoder().encode
-_D = TypeVar("_D", AttributedDevice, AttributedEvent)
 
 
 class ResolvedSnapshot(msgspec.Struct, frozen=True):
@@ -286,31 +277,3 @@ def _events(
 
 def _identities(holders: Sequence[Holder]) -> list[tuple[str, str, str | None, str | None]]:
     return [(holder.namespace, holder.pod, holder.pod_uid, holder.container) for holder in holders]
-
-
-def encoded(sample: AttributedSample) -> bytes:
-    """The record of an attributed tick.
-
-    Each holder of each device repeats the labels and annotations of its pod, which a tenant writes. If the record would
-    be too large, those that have very many of them are without.
-    """
-    value = _encode(sample)
-    if len(value) <= LARGEST_VALUE_BYTES:
-        return value
-    devices = []
-    for device in sample.devices:
-        events = device.events and tuple([_shortened(event) for event in device.events])
-        devices.append(_replace(_shortened(device), events=events))
-    return _encode(_replace(sample, devices=tuple(devices)))
-
-
-def _shortened(held: _D) -> _D:
-    """A device or an event, its holders without labels and annotations if they have very many."""
-    holders = held.holders and tuple(map(_without_long_texts, held.holders))
-    return _replace(held, holders=holders)
-
-
-def _without_long_texts(holder: Holder) -> Holder:
-    texts = (*holder.labels.items(), *holder.annotations.items())
-    is_long = sum(len(name) + len(text) for name, text in texts) > MAX_TEXT_BYTES
-    return _replace(holder, labels={}, annotations={}) if is_long else holder

@@ -15,6 +15,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from delivery.clock import now_ms
@@ -25,7 +26,6 @@ from delivery.tasks import Turns, set_within
 from delivery.watchdog import Deadlines
 from streams.app import ReaderApp, Stream
 from streams.attribution import join
-from streams.attribution.attribute import encoded
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
@@ -114,6 +114,7 @@ class Joiner:
         self._last_read_s: dict[int, dict[bytes, float]] = defaultdict(dict)
         self._forgot_s = float("-inf")
         self._lock = asyncio.Lock()
+        self._encoder = msgspec.json.Encoder()
         self._write_tasks, self._turns = WriteTasks(), Turns()
         self._attributed: Counter[str] = Counter()
 
@@ -204,7 +205,7 @@ class Joiner:
                 self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(unknown_ids))
                 node = f"{sample.cluster}/{sample.node}"
                 log.warning("%s: device ids in no known grammar: %.300s", node, unknown_ids)
-            sent = await self.app.sender.send(OUTPUT, encoded(sample), key=key, partition=partition)
+            sent = await self.app.sender.send(OUTPUT, self._encoder.encode(sample), key=key, partition=partition)
             sent.add_done_callback(partial(self._on_acknowledged, slot, read, sample.attribution))
 
     def _on_acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:

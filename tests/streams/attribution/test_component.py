@@ -3,7 +3,6 @@
 import asyncio
 import time
 
-import msgspec
 import pytest
 
 from delivery.ledger import Partition
@@ -12,7 +11,7 @@ from streams.attribution import join
 from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
 from tests.eventually import settle
 from tests.streams.attribution.fakes import FakeApp, looking
-from tests.streams.attribution.records import container, gpu, pod, snapshot, tick, workloads
+from tests.streams.attribution.records import container, gpu, snapshot, tick
 from tests.streams.fakes import Record
 from topics.topic import MAX_MESSAGE_BYTES
 
@@ -165,25 +164,6 @@ async def test_a_tick_whose_output_is_too_large_is_dead_lettered_with_its_own_by
     assert app.position(SAMPLES) == 1
     assert app.total("records_dead_lettered_total", SAMPLES, "unsendable") == 1
     assert app.total("ticks_total", "none") == 0
-
-
-async def test_the_texts_of_a_tenants_pods_cost_the_other_pods_of_a_node_no_tick() -> None:
-    long = {f"gpustream.dev/{number}": "x" * 4000 for number in range(4)}
-    greedy = [msgspec.structs.replace(pod(f"greedy-{i}"), annotations=long) for i in range(40)]
-    modest = pod("modest", labels={"team": "ml"})
-    app, everything = FakeApp(), [gpu(number) for number in range(8)]
-    app.sender.largest = MAX_MESSAGE_BYTES
-    app.log(workloads(1, *greedy, modest))
-    app.log(snapshot(1, *[container(name.name, *everything) for name in (*greedy, modest)]))
-    app.log(tick(1, 1, gpus=8, ts_ms=5_000), timestamp=5_000)
-    await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
-
-    (output,) = app.sender.outputs()
-    assert app.sender.letters() == []
-    for device in output.devices:
-        texts = {holder.pod: (holder.labels, holder.annotations) for holder in device.holders}
-        assert len(texts) == 41
-        assert (texts["greedy-0"], texts["modest"]) == (({}, {}), ({"team": "ml"}, {}))
 
 
 async def test_a_letter_that_the_broker_refuses_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
