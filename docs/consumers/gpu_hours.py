@@ -9,7 +9,8 @@
 In: gpu.attributed, as a consumer group. Out: the table `usage`, printed when the program ends.
 State: the same database has the sums and, written in one transaction with them, the last counted tick of each node. A
 record that comes again (after a crash, a rebalance, or with the group set back) is recognised and not counted again.
-On failure: a malformed record is logged and skipped; anything else ends the program, and a new start continues.
+On failure: a malformed record is logged and skipped; anything else ends the program, and a new start continues. Only a
+record with a header whose name is no UTF-8, which gpustream never writes, ends each start: aiokafka can't read it.
 
 It needs no code of gpustream: the types below are the part of topics/schemas/gpu.attributed.json that it reads.
 """

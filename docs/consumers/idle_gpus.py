@@ -10,7 +10,8 @@
 In: gpu.attributed, from its end. Out: the page, with a row for each pod that holds a GPU which has long been idle.
 State: the last tick of each node, in memory. A worker that gets a partition has a tick of all its nodes an interval
 later. So nothing has to be stored, and records that the agent misses at a rebalance do no harm.
-On failure: a malformed record is logged and skipped.
+On failure: a malformed record is logged and skipped. One with a header whose name is no UTF-8, which gpustream never
+writes, ends each start: aiokafka can't read it.
 
 It needs no code of gpustream: the types below are the part of topics/schemas/gpu.attributed.json that it reads.
 """
