@@ -1,7 +1,7 @@
 """The policies of pods and namespaces, which they state in annotations under ``gpustream.dev/``. Pure.
 
 A pod or a namespace may have a policy about its alerts. ``gpustream.dev/idle-after: 2h`` sets how long its GPUs may be
-idle. ``gpustream.dev/alerts: off`` silences alerts about what the pod does, which are idle GPUs and errors of its
+idle. ``gpustream.dev/alerts: off`` silences alerts about what the pod does with its GPUs, and about errors of its
 programs, but never about the state of a GPU. A namespace states its policy in a label, or in an annotation, which its
 pods inherit in gpu.workloads. A pod's own policy wins. A malformed policy does not count, and is reported as an error.
 """
@@ -152,11 +152,11 @@ def opt_in(text: str) -> OptIn:
     return OptIn(actions, partly)
 
 
-def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle_ms: int) -> str | None:
+def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], fired_ms: int) -> str | None:
     """Why the annotations of a pod, of an owner of it, or of its namespace forbid an action; None: they don't.
 
     A pod's own annotation wins. ``Bounds`` do not count here: who asks to keep idle GPUs keeps them, however long that
-    is. A malformed annotation forbids the action, too.
+    is. A malformed annotation forbids the action, too. ``fired_ms``: for how long the alert has fired as it must.
     """
     for name in (ALERTS, IDLE_AFTER):
         if (text := annotations.get(name, inherited.get(name))) is None:
@@ -165,8 +165,8 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
             return f"{name} is {text[:80]!r}"
         if name == IDLE_AFTER:
             try:
-                if milliseconds(text) > idle_ms:
-                    return f"{name} is {text[:80]!r}, and it is idle for {duration_words(idle_ms)}"
+                if milliseconds(text) > fired_ms:
+                    return f"{name} is {text[:80]!r}, and the alert has fired for {duration_words(fired_ms)}"
             except ValueError:
                 return f"{name} is {text[:80]!r}, which is no duration"
     if RECLAIM in annotations:

@@ -55,7 +55,8 @@ def test_a_pod_goes_before_its_namespace_and_an_unreadable_annotation_allows_not
     assert opted_out({ALERTS: "on"}, {ALERTS: "off"}, HOUR_MS) is None
     assert opted_out({}, {ALERTS: "off"}, HOUR_MS) == "gpustream.dev/alerts is 'off'"
     assert opted_out({IDLE_AFTER: "30m"}, {}, HOUR_MS) is None
-    assert opted_out({IDLE_AFTER: "2h"}, {}, HOUR_MS) == "gpustream.dev/idle-after is '2h', and it is idle for 1h"
+    too_soon = opted_out({IDLE_AFTER: "2h"}, {}, HOUR_MS)
+    assert too_soon == "gpustream.dev/idle-after is '2h', and the alert has fired for 1h"
     assert opted_out({IDLE_AFTER: "x"}, {}, HOUR_MS) == "gpustream.dev/idle-after is 'x', which is no duration"
     assert opted_out({IDLE_AFTER: ""}, {}, HOUR_MS) == "gpustream.dev/idle-after is '', which is no duration"
     assert opted_out({ALERTS: ""}, {}, HOUR_MS) == "gpustream.dev/alerts is ''"
