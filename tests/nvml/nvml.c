@@ -748,7 +748,10 @@ status nvmlDeviceGetFieldValues(device_t device, int count, struct field_value *
 
 /* -- processes ---------------------------------------------------------------------------------------------------- */
 
-struct process_info { uint pid; ull bytes; uint gi, ci; };
+/* The older lists have no instances, and some newer ones also have the protected memory. */
+struct process_info { uint pid; ull bytes; uint gi, ci; ull protected; };
+
+enum { V1_BYTES = 16, V2_BYTES = 24 };
 
 static int is_of(const struct process *process, const struct call *call, const char *kind) {
   if (process->gpu != call->gpu || (kind && strcmp(process->kind, kind))) return 0;
@@ -756,31 +759,35 @@ static int is_of(const struct process *process, const struct call *call, const c
 }
 
 /* With too little room it says how much is needed, and with none it succeeds only where there is none. */
-static status running(const struct call *call, const char *kind, uint *count, struct process_info *out) {
+static status running(const struct call *call, const char *kind, uint *count, char *out, size_t item_bytes) {
   uint found = 0, room = *count;
   for (int i = 0; i < world.processes; i++) {
     const struct process *p = &world.process[i];
     if (!is_of(p, call, kind)) continue;
-    if (found < room && out) out[found] = (struct process_info){p->pid, p->bytes, p->gi, p->ci};
+    struct process_info info = {p->pid, p->bytes, p->gi, p->ci, 0};
+    if (found < room && out) memcpy(out + found * item_bytes, &info, item_bytes);
     found++;
   }
   *count = found;
   return found > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
-#define RUNNING(function, kind) \
-  status function(device_t device, uint *count, struct process_info *out) { \
+#define RUNNING(function, kind, item_bytes) \
+  status function(device_t device, uint *count, char *out) { \
     DEVICE_CALL; \
-    return running(&call, kind, count, out); \
+    return running(&call, kind, count, out, item_bytes); \
   }
 
-RUNNING(nvmlDeviceGetComputeRunningProcesses_v2, "compute")
-RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v2, "graphics")
-RUNNING(nvmlDeviceGetMPSComputeRunningProcesses_v2, "mps")
+RUNNING(nvmlDeviceGetComputeRunningProcesses, "compute", V1_BYTES)
+RUNNING(nvmlDeviceGetGraphicsRunningProcesses, "graphics", V1_BYTES)
+RUNNING(nvmlDeviceGetMPSComputeRunningProcesses, "mps", V1_BYTES)
+RUNNING(nvmlDeviceGetComputeRunningProcesses_v2, "compute", V2_BYTES)
+RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v2, "graphics", V2_BYTES)
+RUNNING(nvmlDeviceGetMPSComputeRunningProcesses_v2, "mps", V2_BYTES)
 #ifndef OLD
-RUNNING(nvmlDeviceGetComputeRunningProcesses_v3, "compute")
-RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics")
-RUNNING(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps")
+RUNNING(nvmlDeviceGetComputeRunningProcesses_v3, "compute", number(call.gpu, "process_v3_bytes", V2_BYTES))
+RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics", number(call.gpu, "process_v3_bytes", V2_BYTES))
+RUNNING(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps", number(call.gpu, "process_v3_bytes", V2_BYTES))
 #endif
 
 /* When the driver last measured processes: six times a second, so that a reader may find nothing new. */

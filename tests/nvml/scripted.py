@@ -42,7 +42,7 @@ throttled_thermal_ns throttled_ns gpm_supported sample_period_us utilization_sam
 throttled_thermal_ns throttled_ns event_types
 nvlink_crc_errors nvlink_replay_errors nvlink_recovery_errors nvlink_tx_kib nvlink_rx_kib nvlink_tx_rate nvlink_rx_rate
 power_min_limit_mw power_max_limit_mw max_graphics_clock_mhz max_sm_clock_mhz max_memory_clock_mhz max_video_clock_mhz
-vgpu_supported vgpu_licensed
+vgpu_supported vgpu_licensed process_v3_bytes
 """
 KEYS = frozenset(NAMES.split())
 """What :meth:`ScriptedNvml.set` takes, in NVML's own units. Samples are a list in turn, as text: "10 90".

@@ -92,6 +92,18 @@ _ANSWER_TYPES: dict[str, tuple[type[Any], ...]] = {
 _MAX_GPUS: Final = 256  # far above any machine's; each gets a thread
 _MAX_ITEMS: Final = 1 << 16  # far above any list of NVML's: a larger number of items is garbage
 
+
+class _ProcessInfoV1(ctypes.Structure):
+    """nvmlProcessInfo_v1_t, which pynvml lacks."""
+
+    _fields_ = (("pid", _UINT), ("usedGpuMemory", _ULONG))
+
+
+_PROCESS_TYPES = (_ProcessInfoV1, pynvml.c_nvmlProcessInfo_v2_t, pynvml.c_nvmlProcessDetail_v1_t)
+"""The items that lists of processes have had, by size: each begins like the one before it."""
+
+_UNTOUCHED: Final = 0xA5  # what is in the memory of a list before: no item of NVML's ends with it
+
 _HANDLE_TYPES = (pynvml.c_nvmlDevice_t, pynvml.c_nvmlEventSet_t, pynvml.c_nvmlGpmSample_t)
 """Answers that are pointers: one that was not filled in is null, and NVML might follow it."""
 
@@ -318,11 +330,25 @@ def _items(symbol: str, item_type: type[Any], call: Callable[..., int]) -> list[
 
 
 def _processes(symbol: str, handle: Handle) -> list[Any]:
-    process_type = pynvml.c_nvmlProcessInfo_v3_t  # v2 is the same
-    processes = _items(symbol, process_type, lambda call, count, items: call(handle, ctypes.byref(count), items))
+    """A list of processes. The size of its items is what the driver has filled in: NVIDIA has changed it without a new
+    version, and drivers 535.43 to 535.86 have larger items in the same call than those before and after them."""
+    filled = 0
+
+    def ask(call: Callable[..., int], count: Any, items: Any) -> int:
+        nonlocal filled
+        if items is not None:
+            ctypes.memset(items, _UNTOUCHED, ctypes.sizeof(items))
+        code = call(handle, ctypes.byref(count), items)
+        if items is not None:
+            filled = len(bytes(items).rstrip(bytes([_UNTOUCHED])))
+        return code
+
+    items = _items(symbol, _PROCESS_TYPES[-1], ask)
+    fitting = (one for one in _PROCESS_TYPES if ctypes.sizeof(one) * len(items) == filled)
+    process_type = next(fitting, pynvml.c_nvmlProcessInfo_v2_t)
     return [
         SimpleNamespace(pid=process.pid, usedGpuMemory=None if memory_bytes == _NOT_AVAILABLE else memory_bytes)
-        for process in processes
+        for process in (process_type * len(items)).from_buffer_copy(b"".join(map(bytes, items)))
         for memory_bytes in (process.usedGpuMemory,)
     ]
 
@@ -348,9 +374,9 @@ def _processes_utilization(symbol: str, handle: Handle, since_us: int) -> list[A
 
 _LISTS: dict[str, Callable[..., list[Any]]] = {
     **{
-        f"nvmlDeviceGet{kind}RunningProcesses_{version}": _processes
+        f"nvmlDeviceGet{kind}RunningProcesses{version}": _processes
         for kind in ("Compute", "Graphics", "MPSCompute")
-        for version in ("v3", "v2")
+        for version in ("_v3", "_v2", "")
     },
     "nvmlDeviceGetProcessUtilization": _process_utilization,
     "nvmlDeviceGetProcessesUtilizationInfo": _processes_utilization,

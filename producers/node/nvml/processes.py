@@ -19,10 +19,10 @@ from producers.node.nvml.sources import SampleCursor
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES, Limits, Scale, measured
 
 LISTS: tuple[tuple[str, ...], ...] = tuple(
-    (f"nvmlDeviceGet{kind}RunningProcesses_v3", f"nvmlDeviceGet{kind}RunningProcesses_v2")
+    tuple(f"nvmlDeviceGet{kind}RunningProcesses{version}" for version in ("_v3", "_v2", ""))
     for kind in ("Compute", "Graphics", "MPSCompute")
 )
-"""Every list of processes: its newest function, then the older one."""
+"""Every list of processes: its newest function, then the older ones."""
 
 UTILIZATION = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
 SAMPLE_PERIOD_S = 0.9  # without a new sample for longer than this, the processes did nothing

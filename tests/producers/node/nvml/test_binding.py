@@ -76,6 +76,17 @@ def test_a_successful_empty_list_of_processes_is_empty(nvml: ScriptedNvml, real:
     assert (process.pid, process.usedGpuMemory) == (7, None)
 
 
+@pytest.mark.parametrize("bytes_held", [[5], [5, 6], [5, 6, 7], [None, None]])
+@pytest.mark.parametrize("item_bytes", [16, 24, 32])
+def test_processes_are_those_of_the_driver_whatever_the_size_of_its_items(
+    nvml: ScriptedNvml, real: Nvml, item_bytes: int, bytes_held: list[int | None]
+) -> None:
+    nvml.set(0, process_v3_bytes=item_bytes)
+    nvml.processes(0, [Process(41 + number, held) for number, held in enumerate(bytes_held)])
+    listed = real.ask("nvmlDeviceGetComputeRunningProcesses_v3", real.handle(0))
+    assert [(process.pid, process.usedGpuMemory) for process in listed] == [*enumerate(bytes_held, 41)]
+
+
 def test_an_impossible_number_of_gpus_is_an_error(real: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(count: Any) -> int:
         count._obj.value = 0x7FFFFFFF

@@ -101,6 +101,16 @@ def test_an_older_driver_is_read_by_its_older_calls() -> None:
     assert bench.calls.errors() == []
 
 
+def test_a_driver_without_versions_of_its_lists_is_read_by_the_first_ones() -> None:
+    bench = Bench()
+    for kind in ("Compute", "Graphics", "MPSCompute"):
+        for version in ("_v3", "_v2"):
+            bench.fail(f"nvmlDeviceGet{kind}RunningProcesses{version}", binding.FUNCTION_NOT_FOUND)
+    bench.answers["nvmlDeviceGetComputeRunningProcesses"] = [running(7)]
+    assert [row["pid"] for row in bench.read().rows or ()] == [7]
+    assert bench.calls.errors() == []
+
+
 def test_if_no_list_is_supported_the_processes_are_unknown() -> None:
     bench = Bench()
     for name in (COMPUTE, GRAPHICS, MPS):
