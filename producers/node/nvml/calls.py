@@ -109,7 +109,8 @@ class _SlowCall:
 
 
 class Calls:
-    """NVML as one GPU's thread calls it. ``refusals`` has the last failure of each optional value.
+    """NVML as one GPU's thread calls it. ``refusals`` has the last failure of each optional value. ``current_call`` is
+    the call that was made or skipped last, so that an error can be reported with its call.
     :attr:`current_call`, :meth:`abandon`, :meth:`running_s` and :meth:`slow` are for any thread."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float] = time.monotonic) -> None:
@@ -209,9 +210,9 @@ class Calls:
 
     def make(self, call: str, function: Callable[[Nvml], T]) -> T:
         """Make a call. Raises GpuLost, NvmlError, and CallAbandoned, which only the thread's owner may catch."""
+        self.current_call = call
         if self._slow_calls and self.skips(call):
             raise NotReturned
-        self.current_call = call
         running = self._in_flight = _InFlight(call, self._clock())
         try:
             answer = function(self._nvml)

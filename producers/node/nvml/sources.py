@@ -20,6 +20,7 @@ from producers.node.nvml.table import Limits, LinkErrors, Scale, is_blank, measu
 T = TypeVar("T")
 
 _FUTURE_US = 60_000_000
+GPM_SUPPORT = "nvmlGpmQueryDeviceSupport"
 SHORTEST_S = 0.1  # GPM's samples must be further apart
 HOPPER = 9  # the first architecture whose links have counters of their own
 LINK_COUNT = 91
@@ -128,7 +129,7 @@ class Profiling:
         if not self._support_known:
             self._unsupported = None
             try:
-                if not self._calls.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice:
+                if not self._calls.ask(GPM_SUPPORT, self._gpu).isSupportedDevice:
                     self._unsupported = NvmlError(binding.NOT_SUPPORTED)
             except NvmlError as error:
                 if not is_unsupported(error):
@@ -136,6 +137,7 @@ class Profiling:
                 self._unsupported = error
             self._support_known = True
         if self._unsupported is not None:
+            self._calls.current_call = GPM_SUPPORT
             raise self._unsupported
         now_s, since_s = self._clock(), self._taken_s
         if since_s is not None and now_s - since_s <= SHORTEST_S:

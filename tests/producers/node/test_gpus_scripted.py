@@ -536,6 +536,20 @@ async def test_three_ticks_of_not_supported_cost_only_their_values_and_are_logge
     assert all(key in back for key in lost_keys)
 
 
+@pytest.mark.parametrize(
+    ("call", "value_name"), [("nvmlGpmSampleGet", "sm_active_ratio"), ("nvmlDeviceGetMigMode", "mig")]
+)
+async def test_a_hang_is_counted_and_reported_by_the_call_that_hangs(node: Node, call: str, value_name: str) -> None:
+    await node.open()
+    await node.complete()
+    node.nvml.hang(2, call, 3600)
+    for _ in range(3):
+        await node.read(1.0)
+        await asyncio.sleep(0.15)
+    assert node.gpus.left_out()[UUID.format(2)][value_name] == ((call, "TIMEOUT"),)
+    assert {counted for counted, error in node.errors() if error == "TIMEOUT"} == {call}
+
+
 def test_a_process_ends_while_the_driver_hangs(nvml: ScriptedNvml) -> None:
     nvml.hang(None, "nvmlInit", 3600)
     assert in_a_process(nvml, 0.2)[0] == []
