@@ -160,7 +160,8 @@ class Gpus:
 
     def left_out(self) -> dict[str, LeftOut]:
         """The values that the last readings lack, by the UUID of the device, with the calls that failed."""
-        left_out_by_uuid = {uuid: left_out for gpu in self._gpus for uuid, left_out in gpu.left_out().items()}
+        present = [gpu for gpu in self._gpus if not gpu.refused]  # one that is refused may have the UUID of another
+        left_out_by_uuid = {uuid: left_out for gpu in present for uuid, left_out in gpu.left_out().items()}
         refusals = self._events.refusals()
         for gpu in self._gpus:
             if gpu.uuid in left_out_by_uuid and gpu.index in refusals:

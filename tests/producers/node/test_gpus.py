@@ -425,6 +425,14 @@ async def test_two_gpus_of_one_uuid_are_one(bench: Bench) -> None:
     assert "it has the UUID of GPU 0" in bench.gpus.not_ready()[0]
 
 
+async def test_a_second_gpu_of_one_uuid_does_not_decide_what_the_first_one_lacks(bench: Bench) -> None:
+    bench.nvml.gpus[1].uuid = "GPU-0"
+    bench.nvml.gpus[1].fail(POWER, binding.NO_PERMISSION)
+    first = (await bench.open())[0]
+    assert "power_watts" in first["metrics"]
+    assert "power_watts" not in bench.gpus.left_out()["GPU-0"]
+
+
 async def test_a_bug_in_reading_a_gpu_is_reported_and_delays_no_other(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
