@@ -3,9 +3,9 @@
 In: NVML's answers. Out: a :class:`GpuReading` per tick.
 State: the GPU's identity from when it worked, because a lost GPU does not answer; the layout of its MIG devices, and
 the empty slots, so that a new MIG device is noticed without a full listing; whether any of its processes was ever seen.
-On failure: a reading never raises because of an answer of NVML. It reports that the GPU can't be opened, or is lost. A
-MIG slot that gives an error is left out and counted. If a call is skipped because it is slow, or gives no answer, the
-listing is given up, and the layout stays as it was.
+On failure: a reading never raises because of an answer of NVML. It reports that the GPU can't be opened, or is lost. An
+error of a MIG slot is counted. The MIG device that was listed there before stays; without one the slot is left out. If
+a call is skipped because it is slow, or gives no answer, the listing is given up, and the layout stays as it was.
 Source: nvml.h. A GPU has a number of slots for MIG devices, and any of them may be empty. The profile of a MIG device
 is only in its name. When the layout changes, a handle may belong to another MIG device. So each reading checks the
 UUID of a handle first.
@@ -120,6 +120,7 @@ class PhysicalGpu:
         self._mig_enabled = False
         self._mig_layout: list[Any] = []
         self._empty_slots: list[int] = []
+        self._mig_slots: Mapping[int, MigInstance] = {}
         self._mig_devices: dict[str, SampledDevice] = {}
 
     def abandon(self, after_s: float) -> str | None:
@@ -291,7 +292,7 @@ class PhysicalGpu:
                 slots = (self.calls.ask if mig_enabled else self.calls.optional)(MIG_SLOTS, self.handle)
                 if slots is not None and slots > MAX_MIG_SLOTS:
                     raise NvmlError(binding.NOTHING_FILLED_IN)
-                instances = self._instances(slots) if mig_enabled else []
+                instances = self._instances(slots) if mig_enabled else {}
             except NvmlError as error:
                 self.calls.refusals["mig"] = failed_call = FailedCall(self.calls.current_call, error.name)
                 if is_unsupported(error):
@@ -334,10 +335,12 @@ class PhysicalGpu:
         if not self._identified:
             self._support.mark_refused(INFO, FailedCall("", NO_VALUE))
 
-    def _instances(self, slots: int) -> list[MigInstance]:
-        """The MIG devices. Raises NvmlError, GpuLost."""
-        instances = []
+    def _instances(self, slots: int) -> dict[int, MigInstance]:
+        """The MIG devices by slot. What a call that fails would say of one that was listed before stays as it was.
+        Raises NvmlError, GpuLost."""
+        instances = {}
         for slot in range(slots):
+            known = self._mig_slots.get(slot)
             self._empty_slots.append(slot)
             try:
                 handle = self.calls.ask(MIG_SLOT, self.handle, slot)
@@ -348,15 +351,22 @@ class PhysicalGpu:
                     raise
                 if error.code not in (binding.NOT_FOUND, binding.INVALID_ARGUMENT):
                     self.calls.count(self.calls.current_call, error.name)
+                if known is not None and error.code not in STALE:
+                    instances[slot] = known
                 continue
             profile = _PROFILE.search(self.calls.optional("nvmlDeviceGetName", handle) or "")
             gpu_instance = self.calls.optional("nvmlDeviceGetGpuInstanceId", handle)
             compute_instance = self.calls.optional("nvmlDeviceGetComputeInstanceId", handle)
-            instances.append(MigInstance(handle, uuid, gpu_instance, compute_instance, profile[1] if profile else None))
+            instance = MigInstance(handle, uuid, gpu_instance, compute_instance, profile[1] if profile else None)
+            if known is not None and known.uuid == uuid:
+                answered = {key: value for key, value in instance._asdict().items() if value is not None}
+                instance = known._replace(**answered)
+            instances[slot] = instance
         return instances
 
-    def _apply_layout(self, mig_enabled: bool, instances: Sequence[MigInstance]) -> None:
+    def _apply_layout(self, mig_enabled: bool, instances_by_slot: Mapping[int, MigInstance]) -> None:
         """Take over a listing. MIG devices that were in the last one keep their state, but get their new handles."""
+        self._mig_slots, instances = instances_by_slot, instances_by_slot.values()
         previous = self._mig_enabled, self._mig_layout
         self._mig_enabled = mig_enabled
         self._mig_layout = [self._identity, *(instance[1:] for instance in instances)]  # what MIG devices are made of

@@ -294,6 +294,33 @@ def test_an_instance_that_can_not_be_listed_is_left_out_and_counted() -> None:
     assert reading.errors == [("nvmlDeviceGetUUID", "UNKNOWN")]
 
 
+def test_a_mig_device_that_can_not_be_listed_again_is_a_timeout_until_it_answers() -> None:
+    bench = Bench()
+    listed = part("MIG-a")
+    bench.gpu.cut(listed)
+    bench.read()
+    listed.error = binding.UNKNOWN
+    readings = [bench.read() for _ in range(12)]
+    assert [[device["state"] for device in reading.devices] for reading in readings] == [["ok", "timeout"]] * 12
+    listed.error = None
+    assert [device["state"] for device in bench.read().devices] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("code", [binding.NO_PERMISSION, binding.NOT_SUPPORTED])
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetName", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId"]
+)
+def test_what_a_mig_device_is_stays_if_a_later_listing_does_not_say_it(function: str, code: int) -> None:
+    bench = Bench()
+    bench.gpu.profiled({(1, 2): 60})
+    listed = part("MIG-a", 1, "1g.10gb")
+    bench.gpu.cut(listed)
+    bench.read()
+    before = bench.read().devices[1]
+    listed.fail(function, code)
+    assert [bench.read().devices[1] for _ in range(12)] == [before] * 12
+
+
 def test_a_listing_that_fails_keeps_the_layout_and_is_counted() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a"))
