@@ -22,8 +22,11 @@ from delivery.tasks import set_within
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 _AT_LEAST = ("retention.ms", "max.message.bytes")  # a larger value is as good; retention.ms of -1 is for ever
-_HARMLESS = ("segment.ms",)
+HARMLESS = ("segment.ms",)
 """A different value does no harm: it only changes when old records are deleted."""
+
+_TOLERATED = (*HARMLESS, "retention.ms")
+"""With a different value a component starts, and warns: a disk that is nearly full may leave no choice."""
 
 _MAX_PASSES = 100
 _PASS_EVERY_S = 0.1  # a broker learns of a change some time after the controller has made it
@@ -50,10 +53,10 @@ class Mismatch(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Topics that a component may use: their numbers of partitions, and the mismatches that do no harm."""
+    """Topics that a component may use: their numbers of partitions, and the mismatches that keep none from it."""
 
     partitions: Mapping[str, int]
-    harmless: tuple[Mismatch, ...] = ()
+    tolerated: tuple[Mismatch, ...] = ()
 
 
 class ContractMismatch(BrokerError):
@@ -211,7 +214,7 @@ def _setting_mismatches(topic: Topic, settings: Mapping[str, str] | None) -> lis
         if have == want or (at_least and have and (have == "-1" or (have.isdecimal() and int(have) >= int(want)))):
             continue
         expected = f"at least {want}" if at_least else want
-        result.append(Mismatch(topic.name, name, expected, have or "not known", breaks=name not in _HARMLESS))
+        result.append(Mismatch(topic.name, name, expected, have or "not known", breaks=name not in _TOLERATED))
     return result
 
 
@@ -291,7 +294,7 @@ class TopicCheck:
             except BrokerError as error:
                 reasons = str(error).splitlines()
             else:
-                for mismatch in checked.harmless:
+                for mismatch in checked.tolerated:
                     log.warning("%s", mismatch)
                 if self._reasons:
                     log.info(

@@ -50,12 +50,13 @@ async def inspect(connection: Connection) -> Kafka:
             same_named = [name for name in await admin.names() if name.endswith(samples.TOPIC.name)]
             prefixes = {name.removesuffix(samples.TOPIC.name) for name in same_named}
             checkable = [topic for name, topic in contract.items() if name in existing or name not in layouts]
+            mismatches = topic_admin.mismatches(checkable, existing_layouts)
             return kafka._replace(
                 brokers=brokers,
                 disks=await admin.disks(brokers),
                 topics={connection.unprefixed(name): layout for name, layout in layouts.items()},
                 settings_error=settings_error,
-                mismatches=[row for row in topic_admin.mismatches(checkable, existing_layouts) if row.breaks],
+                mismatches=[row for row in mismatches if row.subject not in topic_admin.HARMLESS],
                 other_prefixes=sorted(prefixes - {connection.topic_prefix}),
                 acls=await admin.acls(),
                 hidden_groups=await admin.hidden_groups(dict.fromkeys(groups)),

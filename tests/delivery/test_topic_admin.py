@@ -81,7 +81,6 @@ def test_an_optional_topic_may_be_missing_but_must_have_as_many_partitions(parti
     [
         ({"cleanup_policy": "compact"}, "gpu.samples: cleanup.policy is compact, must be delete"),
         ({"message_timestamp_type": "CreateTime"}, "message.timestamp.type is CreateTime, must be LogAppendTime"),
-        ({"retention_ms": "86399999"}, "retention.ms is 86399999, must be at least 86400000"),
         ({"max_message_bytes": "1048588"}, "max.message.bytes is 1048588, must be at least 4194304"),
     ],
 )
@@ -96,6 +95,13 @@ def test_a_setting_that_does_no_harm_is_reported_and_does_not_break() -> None:
     (mismatch,) = mismatches_of_samples({"segment_ms": "604800000"})
 
     assert (mismatch.subject, mismatch.breaks) == ("segment.ms", False)
+
+
+def test_a_shorter_retention_is_reported_and_keeps_no_component_from_starting() -> None:
+    (mismatch,) = mismatches_of_samples({"retention_ms": "86399999"})
+
+    assert str(mismatch) == "gpu.samples: retention.ms is 86399999, must be at least 86400000"
+    assert not mismatch.breaks
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from delivery.kafka_admin import Acl, Disk, TopicDescription
 from delivery.ledger import Partition
-from delivery.topic_admin import mismatches
+from delivery.topic_admin import HARMLESS, mismatches
 from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
 from gpustream.doctor.situation import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
@@ -84,7 +84,7 @@ def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
     have[name] = TopicDescription(
         partitions, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
     )
-    wrong = [mismatch for mismatch in mismatches(topics.values(), have) if mismatch.breaks]
+    wrong = [mismatch for mismatch in mismatches(topics.values(), have) if mismatch.subject not in HARMLESS]
     return see(healthy(), kafka=KAFKA._replace(topics=have, mismatches=wrong))
 
 
