@@ -22,6 +22,7 @@ from topics.topic import UNDECODABLE
 _SELECTOR = {"labelSelector": "app.kubernetes.io/name=gpustream"}
 COMPONENT = "app.kubernetes.io/component"
 OWNERS = ("daemonsets", "statefulsets", "deployments")
+LEASE_VARIABLE = "GPUSTREAM_LEASE"
 _PAGE = "500"
 _LOG_LINES = "3"
 
@@ -33,7 +34,7 @@ CLUSTER_RIGHTS = (
 """What the cluster producer's service account must be allowed to do everywhere: group, resource, verb."""
 
 LEASE_RIGHTS = tuple(("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update"))
-"""The same, in its own namespace only."""
+"""The same, of its Lease only: a Role may name it."""
 
 
 class _ApiReader:
@@ -73,13 +74,29 @@ class _ApiReader:
         response = await self._client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log", params=params)
         return response.body.decode("utf-8", "replace").strip() if response.status == 200 else ""
 
-    async def is_allowed(self, account: str, namespace: str, right: tuple[str, str, str], in_namespace: str) -> bool:
-        """Whether a service account has a right. Raises PermissionError if this user may not ask, and Unreachable."""
+    async def renewed_ms(self, lease: str) -> int | None:
+        """When a Lease, ``NAMESPACE/NAME``, was renewed; None if it does not exist. Raises Unreachable."""
+        namespace, _, name = lease.partition("/")
+        content = await self.get("leases", f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}")
+        return timestamp_ms(content["spec"].get("renewTime")) if content else None
+
+    async def is_allowed(self, account: str, namespace: str, right: tuple[str, str, str], of_object: str = "") -> bool:
+        """Whether a service account has a right everywhere, or of one object, ``NAMESPACE/NAME``.
+
+        Raises PermissionError if this user may not ask, and Unreachable.
+        """
         group, resource, verb = right
+        in_namespace, _, name = of_object.partition("/")
         spec = {
             "user": f"system:serviceaccount:{namespace}:{account}",
             "groups": ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"],
-            "resourceAttributes": {"group": group, "resource": resource, "verb": verb, "namespace": in_namespace},
+            "resourceAttributes": {
+                "group": group,
+                "resource": resource,
+                "verb": verb,
+                "namespace": in_namespace,
+                "name": name,
+            },
         }
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
         path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
@@ -134,7 +151,9 @@ async def _inspect(api: _ApiReader, namespace: str) -> Cluster:
         if "configMapRef" in source
     )
     config_maps = {
-        name: await api.get(f"ConfigMap {name}", f"/api/v1/{namespace_path}/configmaps/{name}") for name in names
+        name: config_map.get("data") or {}
+        for name in names
+        if (config_map := await api.get(f"ConfigMap {name}", f"/api/v1/{namespace_path}/configmaps/{name}")) is not None
     }
     terminated = [
         (pod["metadata"]["name"], status["name"])
@@ -142,37 +161,49 @@ async def _inspect(api: _ApiReader, namespace: str) -> Cluster:
         for status in statuses(pod)
         if last_termination(status)
     ]
-    # only the cluster producer uses the API
-    accounts = {pod["spec"].get("serviceAccountName", "default") for pod in pods if component_of(pod) == "cluster"}
-    lease = None
-    if accounts:
-        lease = await api.get("leases", f"/apis/coordination.k8s.io/v1/{namespace_path}/leases/{LEASE_NAME}")
+    lease_by_account = {
+        pod["spec"].get("serviceAccountName", "default"): lease_of(pod, config_maps, namespace)
+        for pod in pods
+        if component_of(pod) == "cluster"
+    }
     return Cluster(
         namespace,
         pods=pods,
         nodes=nodes,
         owners=owners,
-        config_maps={
-            name: config_map.get("data") or {} for name, config_map in config_maps.items() if config_map is not None
+        config_maps=config_maps,
+        leases={lease: await api.renewed_ms(lease) for lease in sorted(set(lease_by_account.values())) if lease},
+        missing_rights={
+            account: await _missing_rights(api, namespace, account, lease)
+            for account, lease in sorted(lease_by_account.items())
         },
-        lease_ms=timestamp_ms(lease["spec"].get("renewTime")) if lease else None,
-        missing_rights={account: await _missing_rights(api, namespace, account) for account in sorted(accounts)},
         logs={key: log for key in terminated if (log := await api.log(namespace, *key))},
         refusals=api.refusals,
     )
 
 
-async def _missing_rights(api: _ApiReader, namespace: str, account: str) -> list[str]:
-    rights = [(right, "") for right in CLUSTER_RIGHTS] + [(right, namespace) for right in LEASE_RIGHTS]
+async def _missing_rights(api: _ApiReader, namespace: str, account: str, lease: str) -> list[str]:
+    rights = [(right, "") for right in CLUSTER_RIGHTS] + [(right, lease) for right in LEASE_RIGHTS if lease]
     try:
         return [
             f"{verb} {resource}{'.' * bool(group)}{group}"
-            for (group, resource, verb), in_namespace in rights
-            if not await api.is_allowed(account, namespace, (group, resource, verb), in_namespace)
+            for (group, resource, verb), of_object in rights
+            if not await api.is_allowed(account, namespace, (group, resource, verb), of_object)
         ]
     except PermissionError as error:
         api.refusals["rights"] = str(error)
         return []
+
+
+def lease_of(pod: Json, config_maps: Mapping[str, Json], namespace: str) -> str:
+    """The Lease of a cluster producer's pod, ``NAMESPACE/NAME``; empty if it has none (``off``)."""
+    values = {LEASE_VARIABLE: f"{namespace}/{LEASE_NAME}"}
+    for container in pod["spec"]["containers"]:
+        for source in container.get("envFrom") or []:
+            values |= config_maps.get((source.get("configMapRef") or {}).get("name", ""), {})
+        values |= {variable["name"]: variable.get("value", "") for variable in container.get("env") or []}
+    lease = values[LEASE_VARIABLE]
+    return lease if "/" in lease else ""
 
 
 def timestamp_ms(time: str | None) -> int | None:

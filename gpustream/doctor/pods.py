@@ -9,9 +9,16 @@ from collections.abc import Iterator
 
 from delivery.values import counted
 from gpustream.cli import commands
-from gpustream.doctor.kubernetes import COMPONENT, OWNERS, component_of, last_termination, statuses, timestamp_ms
+from gpustream.doctor.kubernetes import (
+    COMPONENT,
+    OWNERS,
+    component_of,
+    last_termination,
+    lease_of,
+    statuses,
+    timestamp_ms,
+)
 from gpustream.doctor.situation import CheckResult, Cluster, Finding, Json, Situation
-from producers.cluster.config import LEASE_NAME
 
 _REQUIRED = ("node", "attribution")
 _NOT_READY_MS = 60_000
@@ -257,24 +264,15 @@ def option_variables() -> frozenset[str]:
 
 
 def _lease_findings(situation: Situation, cluster: Cluster) -> Iterator[Finding]:
-    running = [pod for pod in cluster.pods if component_of(pod) == "cluster"]
-    variables = [
-        variable
-        for pod in running
-        for container in pod["spec"]["containers"]
-        for variable in container.get("env") or []
-    ]
-    lease_configured = (
-        any(variable.get("name") == "GPUSTREAM_LEASE" for variable in variables) or "leases" in cluster.refusals
-    )
-    expired = cluster.lease_ms is None or situation.now_ms - cluster.lease_ms > _LEASE_EXPIRED_MS
-    if running and not lease_configured and expired:
-        shown_by = (
-            "there is no Lease" if cluster.lease_ms is None else f"it was renewed {situation.ago(cluster.lease_ms)}"
-        )
-        yield Finding(
-            f"no cluster producer holds the Lease {LEASE_NAME}",
-            "none is ready, or it may not write the Lease, or the clocks of the nodes differ",
-            shown_by,
-            f"docs/runbooks/GpustreamNoLeader.md; the log of {running[0]['metadata']['name']} says what it waits for",
-        )
+    if "leases" in cluster.refusals:
+        return
+    producers = [pod for pod in cluster.pods if component_of(pod) == "cluster"]
+    pod_names = {lease_of(pod, cluster.config_maps, cluster.namespace): pod["metadata"]["name"] for pod in producers}
+    for lease, renewed_ms in cluster.leases.items():
+        if renewed_ms is None or situation.now_ms - renewed_ms > _LEASE_EXPIRED_MS:
+            yield Finding(
+                f"no cluster producer holds the Lease {lease}",
+                "none is ready, or it may not write the Lease, or the clocks of the nodes differ",
+                "there is no Lease" if renewed_ms is None else f"it was renewed {situation.ago(renewed_ms)}",
+                f"docs/runbooks/GpustreamNoLeader.md; the log of {pod_names[lease]} says what it waits for",
+            )

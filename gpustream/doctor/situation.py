@@ -161,9 +161,9 @@ Json = dict[str, Any]
 class Cluster(NamedTuple):
     """The objects of a namespace, as the Kubernetes API returns them.
 
-    ``lease_ms`` is when the cluster producer's Lease was renewed. ``missing_rights`` has, by service account, what it
-    may not do. ``logs`` has the last lines of containers that ended, by pod and container. ``refusals`` has, by kind of
-    request, why the API server refused it.
+    ``leases`` has when each cluster producer's Lease, ``NAMESPACE/NAME``, was renewed; None: it does not exist.
+    ``missing_rights`` has, by service account, what it may not do. ``logs`` has the last lines of containers that
+    ended, by pod and container. ``refusals`` has, by kind of request, why the API server refused it.
     """
 
     namespace: str
@@ -172,7 +172,7 @@ class Cluster(NamedTuple):
     nodes: Sequence[Json] = ()
     owners: Sequence[Json] = ()
     config_maps: Mapping[str, Json] = MappingProxyType({})
-    lease_ms: int | None = None
+    leases: Mapping[str, int | None] = MappingProxyType({})
     missing_rights: Mapping[str, Sequence[str]] = MappingProxyType({})
     logs: Mapping[tuple[str, str], str] = MappingProxyType({})
     refusals: Mapping[str, str] = MappingProxyType({})

@@ -247,7 +247,7 @@ async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
     assert any(
         text.startswith("the service account cluster may not list pods, watch pods, list nodes") for text in texts
     )
-    assert "no cluster producer holds the Lease gpustream-cluster" in texts
+    assert "no cluster producer holds the Lease doctor/gpustream-cluster" in texts
 
     refused = await kubernetes.inspect(kube_api.kubeconfig("one"), "doctor")
     assert {"pods", "nodes", "daemonsets"} <= refused.refusals.keys()

@@ -18,11 +18,12 @@ from click.testing import CliRunner
 
 from gpustream.chart import COMPONENTS as COMPONENTS_OF_THE_CHART
 from gpustream.cli import main
+from gpustream.doctor import kubernetes as doctor
 from tests.docs.page import blocks
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, documents, environment
 from tests.real.conftest import need
-from tests.real.kubernetes import ApiServer, Reply
+from tests.real.kubernetes import ADMIN, ApiServer, Reply
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer, Missing, find_promtool, real_dir
 
@@ -537,6 +538,20 @@ def owned_pod(api: ApiServer, chain: tuple[str, ...]) -> None:
 def kind_of(manifest: Manifest) -> Manifest:
     """The fields of an object that are in a reference to it."""
     return {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
+
+
+async def test_the_doctor_misses_no_right_that_the_base_grants(start_kube_api: Callable[..., ApiServer]) -> None:
+    api = start_kube_api()
+    for manifest in render(K8S / "base"):
+        assert api.apply(manifest).status == 201
+    labels = {"app.kubernetes.io/name": "gpustream", "app.kubernetes.io/component": "cluster"}
+    metadata = {"name": "cluster-0", "namespace": "gpustream", "labels": labels}
+    spec = {"serviceAccountName": "cluster", "containers": [{"name": "cluster", "image": "i"}]}
+    api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+
+    observed = await doctor.inspect(api.kubeconfig(ADMIN), "gpustream")
+    assert (observed.missing_rights, observed.refusals) == ({"cluster": []}, {})
+    assert observed.leases == {"gpustream/gpustream-cluster": None}
 
 
 def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_is_used(

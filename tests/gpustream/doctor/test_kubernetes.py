@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpustream.doctor.kubernetes import inspect
+from gpustream.doctor.kubernetes import inspect, lease_of
+from gpustream.doctor.situation import Json
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Reply, Request, answers, kubeconfig
 
 
@@ -45,3 +46,20 @@ async def test_what_this_user_may_not_see_is_named(tmp_path: Path) -> None:
         server.next(*[answers(403, "you may not")] * 99)
         cluster = await inspect(config, "gpustream")
         assert (cluster.error, set(cluster.refusals.values())) == ("", {"you may not"})
+
+
+@pytest.mark.parametrize(
+    ("env", "in_config_map", "lease"),
+    [
+        ([], {}, "monitoring/gpustream-cluster"),
+        ([{"name": "GPUSTREAM_LEASE", "value": "a/b"}], {"GPUSTREAM_LEASE": "c/d"}, "a/b"),
+        ([{"name": "POD_NAME", "valueFrom": {}}], {"GPUSTREAM_LEASE": "c/d"}, "c/d"),
+        ([{"name": "GPUSTREAM_LEASE", "value": "off"}], {}, ""),
+    ],
+)
+def test_the_lease_of_a_cluster_producer_is_the_one_that_its_pod_names(
+    env: list[Json], in_config_map: Json, lease: str
+) -> None:
+    container = {"env": env, "envFrom": [{"configMapRef": {"name": "gpustream-x7"}}, {"secretRef": {"name": "s"}}]}
+
+    assert lease_of({"spec": {"containers": [container]}}, {"gpustream-x7": in_config_map}, "monitoring") == lease

@@ -11,6 +11,7 @@ from gpustream.doctor.situation import Cluster, Finding, Json, Situation
 NOW_MS = 1_795_219_752_000
 LONG_AGO, JUST_NOW = "2026-11-01T00:00:00Z", "2026-11-21T00:08:00Z"
 GPUS = {"nvidia.com/gpu": "8"}
+LEASE = "gpustream/gpustream-cluster"
 
 
 def pod(component: str = "attribution", *, node: str | None = "n", **status: Any) -> Json:
@@ -165,13 +166,15 @@ BROKEN: dict[str, tuple[Callable[[], Cluster], str]] = {
     ),
     "missing RBAC": (
         lambda: cluster(
-            more=[pod("cluster")], missing_rights={"cluster": ["list pods", "update leases.x"]}, lease_ms=NOW_MS - 5000
+            more=[pod("cluster")],
+            missing_rights={"cluster": ["list pods", "update leases.x"]},
+            leases={LEASE: NOW_MS - 5000},
         ),
         "the service account cluster may not list pods, update leases.x | Role | k8s/base/cluster",
     ),
     "no Lease": (
-        lambda: cluster(more=[pod("cluster")], lease_ms=NOW_MS - 600_000),
-        "no cluster producer holds the Lease gpustream-cluster | renewed 10m ago | cluster-0",
+        lambda: cluster(more=[pod("cluster")], leases={LEASE: NOW_MS - 600_000}),
+        "no cluster producer holds the Lease gpustream/gpustream-cluster | renewed 10m ago | cluster-0",
     ),
     "no API": (
         lambda: Cluster("gpustream", error="connection refused"),
