@@ -18,6 +18,7 @@ from gpustream.doctor.kubernetes import (
     statuses,
     timestamp_ms,
 )
+from gpustream.doctor.readers import ATTRIBUTION
 from gpustream.doctor.situation import CheckResult, Cluster, Finding, Json, Situation
 
 _REQUIRED = ("node", "attribution")
@@ -39,7 +40,7 @@ def pods(situation: Situation) -> CheckResult:
         )
     findings = [
         *(finding for pod in cluster.pods for finding in of_pod(situation, cluster, pod)),
-        *_missing_pods(cluster),
+        *_missing_pods(situation, cluster),
         *_nodes_without_producer(cluster),
         *_unknown_variables(cluster),
         *(
@@ -156,8 +157,12 @@ def _of_container(situation: Situation, cluster: Cluster, pod: Json, status: Jso
     yield Finding(f"pod {name} {verb}", cause, shown_by, f"{next_step}: {command}")
 
 
-def _missing_pods(cluster: Cluster) -> Iterator[Finding]:
-    """Findings for owners without pods, and for required components that are missing."""
+def _missing_pods(situation: Situation, cluster: Cluster) -> Iterator[Finding]:
+    """Findings for owners without pods, and for required components that are missing.
+
+    Of several clusters on one Kafka some have only producers, or only streams and sinks: what runs in another is not
+    missing, unless there is nothing at all here, as with a wrong ``--namespace``.
+    """
     if "pods" in cluster.refusals:
         return
     for owner in cluster.owners:
@@ -184,14 +189,22 @@ def _missing_pods(cluster: Cluster) -> Iterator[Finding]:
                 f"`kubectl -n {cluster.namespace} scale {name.replace(' ', '/').lower()} --replicas 1`",
             )
     present = {component_of(obj) for obj in (*cluster.owners, *cluster.pods)}
+    elsewhere = _running_components(situation) if present else set()
     for component in _REQUIRED:
-        if component not in present and not set(OWNERS) & cluster.refusals.keys():
+        if component not in present | elsewhere and not set(OWNERS) & cluster.refusals.keys():
             yield Finding(
                 f"there is no {component} in namespace {cluster.namespace}",
                 "it was never installed here, or is in another namespace",
                 f"no pod, DaemonSet, StatefulSet or Deployment with the label {COMPONENT}={component}",
                 "--namespace; docs/operations/README.md has the installation",
             )
+
+
+def _running_components(situation: Situation) -> set[str]:
+    """The required components of which Kafka shows that they run, in whatever cluster."""
+    sends = situation.evidence is not None and any(node.runs for node in situation.evidence.nodes.values())
+    attributes = any(group.name == ATTRIBUTION and group.members for group in situation.groups or ())
+    return {component for component, runs in zip(_REQUIRED, (sends, attributes), strict=True) if runs}
 
 
 def _nodes_without_producer(cluster: Cluster) -> Iterator[Finding]:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from gpustream.doctor.evidence import Evidence, NodeName, SampledRun
 from gpustream.doctor.pods import option_variables, pods
-from gpustream.doctor.situation import Cluster, Finding, Json, Situation
+from gpustream.doctor.situation import Cluster, Finding, Group, Json, Situation
 
 NOW_MS = 1_795_219_752_000
 LONG_AGO, JUST_NOW = "2026-11-01T00:00:00Z", "2026-11-21T00:08:00Z"
@@ -208,6 +209,20 @@ def test_what_is_wrong_with_the_pods_is_one_finding_with_its_cause(how: str) -> 
 )
 def test_what_is_no_trouble_is_not_found(observed: Cluster) -> None:
     assert look(observed) == []
+
+
+def test_a_component_that_runs_in_another_cluster_is_not_missing_here() -> None:
+    evidence = Evidence({})
+    evidence.nodes[NodeName("other", "n")].runs[1] = SampledRun()
+    elsewhere = Situation(
+        0, NOW_MS, groups=[Group("gpustream-attribution", "Stable", 2, (), {}, {})], evidence=evidence
+    )
+    producers_only = cluster(pods=[pod("node")], owners=[daemon_set()])
+    streams_only = cluster(pods=[pod()], owners=[stateful_set(1)], nodes=[])
+
+    assert pods(elsewhere._replace(cluster=producers_only)).findings == []
+    assert pods(elsewhere._replace(cluster=streams_only)).findings == []
+    assert len(pods(elsewhere._replace(cluster=Cluster("nowhere"))).findings) == 2
 
 
 def test_what_this_user_may_not_see_is_named_and_is_no_finding() -> None:
