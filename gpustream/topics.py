@@ -14,9 +14,11 @@ from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import TopicDescription
 from delivery.topic_admin import Mismatch
+from delivery.values import duration_words
 from gpustream.command import KAFKA, LOG_FORMAT, Command, CommandGroup, option
 from gpustream.output import FAILED, answer, show
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
+from topics.usage import HOUR_MS
 
 MAX_PARTITIONS, MAX_REPLICATION_FACTOR = 2**31 - 1, 2**15 - 1
 """What a request to Kafka can hold."""
@@ -96,8 +98,17 @@ def rows(
             key=topic.key,
             partitions=str(descriptions[topic.name].partitions) if topic.name in descriptions else "-",
             cleanup=topic.cleanup,
-            retention="for ever" if topic.retention_hours is None else f"{topic.retention_hours} h",
+            retention=_retention(topic, descriptions.get(topic.name)),
             verdict="; ".join(messages_by_topic.get(topic.name, [])) or "yes",
         )
         for topic in expected
     ]
+
+
+def _retention(topic: Topic, description: TopicDescription | None) -> str:
+    """How long the broker keeps records; how long it should, if its settings are not known."""
+    if topic.retention_hours is None:
+        return "for ever"
+    settings = (description.settings if description is not None else None) or {}
+    ms = int(settings.get("retention.ms") or topic.settings()["retention.ms"])
+    return "for ever" if ms < 0 else duration_words(ms) if ms % HOUR_MS else f"{ms // HOUR_MS} h"

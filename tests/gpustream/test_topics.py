@@ -43,6 +43,17 @@ def test_a_row_says_what_is_missing_or_wrong() -> None:
     assert table["gpu.workloads"].verdict == "its number of partitions is 8, must be 4, as gpu.samples has"
 
 
+@pytest.mark.parametrize(
+    ("retention_ms", "shown"), [("604800000", "168 h"), ("-1", "for ever"), ("600000", "10m"), (None, "24 h")]
+)
+def test_a_row_says_how_long_the_broker_keeps_records(retention_ms: str | None, shown: str) -> None:
+    topic = load_topics()["gpu.samples"]
+    settings = topic.settings() | {"retention.ms": retention_ms} if retention_ms is not None else None
+
+    (row,) = topics_module.rows([topic], {topic.name: TopicDescription(4, settings)}, [])
+    assert row.retention == shown
+
+
 def test_a_piped_list_is_tab_separated_and_0_where_all_is_well(embedded: str) -> None:
     result = _topics("list", "--kafka", embedded)
 
