@@ -495,6 +495,23 @@ async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
     assert alert == repeated
 
 
+@pytest.mark.parametrize("renamed", ["", '[rules.NodeGone]\nkind = "node_silent"\nfor = "2m"'])
+async def test_alerts_of_a_silent_node_are_resolved_if_their_rule_is_removed_or_renamed(renamed: str) -> None:
+    first = await having_read(range(700), HOT)
+    broker = first.broker
+    await first.wait(1000)
+    first.commit()
+    second = await working(broker, overlay(f"[rules.NodeSilent]\nenabled = false\n{renamed}"))
+    second.clocks.started_ms = START_MS + 2_000_000
+    await second.live()
+    await second.wait(600)
+    assert alerts_written(broker)[:3] == [
+        ("GPUThermalSlowdown", "firing"), ("NodeSilent", "firing"), ("NodeSilent", "resolved")
+    ]  # fmt: skip
+    assert broker.alerts()[2].resolved_because == "rule_removed"
+    assert alerts_written(broker)[3:] == ([("NodeGone", "firing")] if renamed else [])
+
+
 async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_resolved() -> None:
     worker = await having_read(range(700), HOT)
     broker = worker.broker
