@@ -264,6 +264,7 @@ class ClusterProducer:
                 published = PublishedNodes(self._settings.cluster)
                 await self._read_back(self._settings.connection(), now_ms() - pods.KEPT_MS, published)
                 self._store.take_over(published.nodes, now_ms())
+                epoch = published.epoch_after(epoch)
             finally:
                 self._read_back_since_s = None
         log.info("publishing %d GPU pods on %d nodes", len(self._store.pods), len(self._store.nodes))

@@ -19,6 +19,7 @@ from delivery.clients import from_kafka, offsets_at
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
+from topics.times import MAX_TIME_MS
 from topics.topic import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 
@@ -60,6 +61,11 @@ class PublishedNodes:
                 ended_ms = record.ts_ms if pod.ended_ms is None else pod.ended_ms
                 pods[uid] = msgspec.structs.replace(pod, ended_ms=ended_ms)
         self.nodes[record.node] = PublishedNode((record.epoch, record.seq), record.removed, pods)
+
+    def epoch_after(self, epoch: int) -> int:
+        """``epoch``, or the next one after those that were published: readers ignore records of an older one. There may
+        have been another Lease, or none, and clocks may differ. An epoch that is no time is not followed."""
+        return max([epoch, *[node.last[0] + 1 for node in self.nodes.values() if node.last[0] < MAX_TIME_MS]])
 
 
 async def read_back(connection: Connection, since_ms: int, published: PublishedNodes) -> None:

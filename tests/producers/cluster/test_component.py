@@ -445,6 +445,18 @@ async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_
     assert set(replica.pods()) == {"uid-bert-0", *(pod["uid"] for pod in ended_pods)}
 
 
+@pytest.mark.parametrize("lease", [None, "gpus/another"])
+async def test_a_leader_by_another_lease_or_clock_has_a_higher_epoch_than_what_was_published(
+    tmp_path: Path, lease: str | None
+) -> None:
+    server, epoch = cluster_of("n1"), int(time.time() * 1000) + 3_600_000
+    head = {"schema": 1, "cluster": "default", "seq": 7, "ts_ms": epoch, "pods": []}
+    log = [{**head, "node": "n1", "epoch": epoch}, {**head, "node": "n2", "epoch": 2**62}]
+    async with server, running(server, tmp_path, lease=lease, identity="a", log=log) as replica:
+        await replica.until(replica.records)
+        assert replica.records()[0]["epoch"] == epoch + 1
+
+
 async def test_a_standby_that_has_watched_for_long_enough_reads_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
