@@ -21,6 +21,7 @@ from topics.times import epoch_ms, time_of
 from topics.workloads import UnwellDevice
 
 IDLE = device(0, holder(), busy=0.0)
+ALMOST_IDLE = device(0, holder(), busy=0.005)
 BUSY = device(0, holder(), busy=0.9)
 UNKNOWN = device(0, holder())
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
@@ -79,6 +80,29 @@ def test_a_condition_that_ends_before_its_duration_never_fires() -> None:
         assert life.go(range(start + 19, start + 20), BUSY) == []
     assert life.state is not None
     assert life.state.tracked == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('for = "30m"', []),
+        ('severity = "info"', []),
+        ('labels = { pager = "no" }', []),
+        ('for = "20s"\ncritical_after = "30s"', [(40, "firing", "critical", None)]),
+        ("idle_below = 0.001", [(45, "resolved", "warning", "condition")]),
+        ("enabled = false", [(40, "resolved", "warning", "rule_removed")]),
+        ('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = false', [(40, "resolved", "warning", "policy")]),
+        ('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nseverity = "info"', []),
+    ],
+)
+def test_an_alert_that_fires_goes_on_or_ends_by_a_new_file_of_rules(
+    text: str, expected: list[tuple[int, str, str, str | None]]
+) -> None:
+    life = Life()
+    life.go(range(40), IDLE)
+    life.rules = overlay(f'[rules.GPUHeldIdle]\nkeep_firing_for = "5s"\ngrace = "3s"\n{text}')
+    written = [(s, alert) for s in range(40, 60) for alert in life.step(tick(s, ALMOST_IDLE))]
+    assert [(s, alert.state, alert.severity, alert.resolved_because) for s, alert in written] == expected
 
 
 def test_without_evidence_a_pending_condition_neither_fires_nor_ends() -> None:
