@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 
 from delivery.clock import now_ms
+from sinks.remote_write.sink import RemoteWriteSink
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.real.pipeline import lag
@@ -365,3 +367,35 @@ async def test_members_that_come_and_go_lose_and_repeat_nothing(
         assert_accounted(member.registry)
     assert all(set(ends(member)) <= {"delivered", "duplicate"} for member in members)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
+
+
+def has_delivered(sink_: RemoteWriteSink, least: int) -> bool:
+    return ends(sink_).get("delivered", 0) >= least
+
+
+async def test_a_sink_that_is_restarted_with_other_options_loses_no_tick_and_series_of_other_labels_linger(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet, start_ms = Fleet(), now_ms() - 120_000
+    lives: list[dict[str, Any]] = [
+        {"protocol": "2.0"},
+        {"protocol": "1.0", "resolution_s": 5.0},
+        {"protocol": "2.0", "resolution_s": 7.0, "aggregate": ("max",)},
+        {"names": ("otel", "dcgm")},
+        {"external_labels": (("env", "lab"),)},
+    ]
+    delivered = 0
+    for number, options in enumerate(lives, 1):
+        seqs = range(10 * number - 9, 10 * number + 1)
+        await write(attributed, [fleet.tick(0, seq, start_ms + 1000 * seq) for seq in seqs])
+        sink_ = sink(attributed, prometheus.write_url, **options)
+        least = seqs[0 if "resolution_s" in options else -1] - delivered  # an open window is left to the next life
+        async with running(sink_):
+            await eventually(partial(has_delivered, sink_, least), f"{least} ticks delivered")
+        delivered += ends(sink_)["delivered"]
+        assert ends(sink_).keys() == {"delivered"}
+        assert_accounted(sink_.registry)
+    assert delivered == 10 * len(lives)
+    query = f'gpu_utilization{{k8s_cluster_name="{fleet.cluster}"}}'
+    series_list = await asyncio.to_thread(prometheus.query, query, start_ms + 1000 * delivered)
+    assert {series.labels.get("env"): series.value for series in series_list} == {None: 0.04, "lab": 0.05}
