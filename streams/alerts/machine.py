@@ -23,7 +23,7 @@ resolved:
 """
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -336,7 +336,7 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
     """The state of a node of which no tick came: it has left, or its silence fires, or old alerts are deleted.
 
     It has left if the cluster removed it (at ``removed_ms``, in log time), or after a day without ticks; that is a day
-    later if a rule about silent nodes waits so long. If it has not, alerts of rules that were removed are resolved.
+    later if a rule about silent nodes waits so long. If it has not, alerts of removed rules are resolved.
     Alerts in the state that are not written yet are written first: the worker that decided them has ended.
     """
     if has_unwritten(state):
@@ -348,9 +348,7 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
     elif now_ms - state.logged_ms >= forget_ms:
         after = retire(state, state.last_ts_ms + forget_ms)
     else:
-        removed = {c.name for c in state.tracked if c.name not in rules.by_name}
-        after = _end_alerts(state, removed, now_ms, "rule_removed") if removed else state
-        after = fire_node_silent(after, rules, now_ms - state.logged_ms)
+        after = fire_node_silent(_end_removed_rules(state, rules, now_ms), rules, now_ms - state.logged_ms)
     if after is not state:
         return Step(after)
     resolved = {key: min(ended_ms, now_ms) for key, ended_ms in state.resolved.items()}  # its clock may be ahead
@@ -388,19 +386,27 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
     Write it before what :func:`announce` makes of it, which also reports that workloads hold nothing there."""
     if is_retired(state):
         return state
-    return _replace(_end_alerts(state, {c.name for c in state.tracked}, at_ms, "node_removed"), memory=Memory())
+    ended = [_ended(condition, at_ms, "node_removed") for condition in state.tracked if condition.alert is not None]
+    return _replace(mark_silent(state), tracked=tuple(ended), memory=Memory())
 
 
-def _end_alerts(state: NodeAlerts, rule_names: Collection[str], at_ms: int, reason: str) -> NodeAlerts:
-    """The state of a silent node in which the conditions of some rules have ended, and their alerts are resolved."""
-    tracked: list[Tracked] = []
-    for condition in state.tracked:
-        if condition.name not in rule_names:
-            tracked.append(condition)
-        elif condition.alert is not None:
-            resolved = resolved_alert(condition.alert, condition, at_ms, reason)
-            tracked.append(_replace(condition, alert=resolved, written_ms=None))
-    return _replace(mark_silent(state), tracked=tuple(tracked))
+def _end_removed_rules(state: NodeAlerts, rules: Rules, now_ms: int) -> NodeAlerts:
+    """The state of a silent node in which the alerts of removed rules are resolved. A part of a workload's alert waits
+    for a tick, by which its end is reported to the workload's other alerts, too."""
+    tracked = tuple(
+        _ended(condition, now_ms, "rule_removed")
+        if condition.name not in rules.by_name and condition.alert and condition.scope not in ("workload", "pod")
+        else condition
+        for condition in state.tracked
+    )
+    unchanged = all(map(operator.is_, tracked, state.tracked))
+    return state if unchanged else _replace(mark_silent(state), tracked=tracked)
+
+
+def _ended(condition: Tracked, at_ms: int, reason: str) -> Tracked:
+    """The condition with its alert resolved, and still to be written."""
+    alert = None if condition.alert is None else resolved_alert(condition.alert, condition, at_ms, reason)
+    return _replace(condition, alert=alert, written_ms=None)
 
 
 def announce(state: NodeAlerts) -> Step:
