@@ -11,7 +11,7 @@ All of this runs on one event loop.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping
 from math import ceil
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
@@ -116,29 +116,19 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         """The record of this slot needs nothing more."""
         self.reader.ledger.finish(slot)
 
-    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
-        """Finish the record of this slot once all these sends are acknowledged; a failure ends the process."""
-        open_sends = [
-            future for future in acknowledged if not future.done() or future.cancelled() or future.exception()
-        ]
-        if not open_sends:
-            self.finish(slot)
-        remaining = len(open_sends)
+    def finish_when(self, slot: Slot, sent: "asyncio.Future[int]") -> None:
+        """Finish the record of this slot when its output is acknowledged; a failure ends the process."""
 
-        def on_done(future: "asyncio.Future[int]") -> None:
-            nonlocal remaining
-            if slot.epoch != self.reader.ledger.epoch:
+        def on_done(sent: "asyncio.Future[int]") -> None:
+            if not self.is_current(slot):
                 return
-            if future.cancelled() or future.exception() is not None:
-                reason = "cancelled" if future.cancelled() else repr(future.exception())
+            if sent.cancelled() or sent.exception() is not None:
+                reason = "cancelled" if sent.cancelled() else repr(sent.exception())
                 self.fail(f"{self.group.kafka_name(slot.tp)} offset {slot.offset}: output not acknowledged: {reason}")
-                return
-            remaining -= 1
-            if not remaining:
+            else:
                 self.finish(slot)
 
-        for future in open_sends:
-            future.add_done_callback(on_done)
+        sent.add_done_callback(on_done)
 
     def is_current(self, slot: Slot) -> bool:
         """Whether the slot is of this epoch, so that its record may still be used. Check again after every await."""

@@ -145,7 +145,7 @@ class Housekeeping:
                 log.error("%s: not even its dead letter could be sent: %s", origin, sent.exception())
                 app.finish(slot)
             else:
-                app.finish_when(slot, [sent])
+                app.finish_when(slot, sent)
 
         sent.add_done_callback(on_done)
 

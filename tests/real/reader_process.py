@@ -69,10 +69,10 @@ async def _write_on(app: ReaderApp, output: str, batch: Batch) -> None:
     for slot, record in batch:
         if not app.is_current(slot):
             return
-        futures = []
         if slot.tp.topic in app.reader.reads.inputs:
-            futures.append(await app.sender.send(output, record.value, partition=slot.tp.partition))
-        app.finish_when(slot, futures)
+            app.finish_when(slot, await app.sender.send(output, record.value, partition=slot.tp.partition))
+        else:
+            app.finish(slot)
 
 
 async def _main(echo: Echo) -> None:

@@ -1,7 +1,6 @@
 """Records, and the app as the stages of all streams see it, without a broker: the ledger is the real one."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from delivery.ledger import Ledger, Partition, Slot
@@ -31,8 +30,8 @@ class LedgerApp:
     def finish(self, slot: Slot) -> None:
         self.ledger.finish(slot)
 
-    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
-        ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
+    def finish_when(self, slot: Slot, sent: "asyncio.Future[int]") -> None:
+        ReaderApp.finish_when(cast("ReaderApp", self), slot, sent)
 
     def is_settled(self, slot: Slot) -> bool:
         return slot.offset < self.settled.get(slot.tp, 0)

@@ -85,27 +85,16 @@ async def test_a_start_may_last_as_long_as_the_group_waits_for_a_member_that_was
 # -- finishing
 
 
-async def test_a_record_without_output_is_finished(bench: Bench) -> None:
-    bench.app.finish_when(bench.admit(), [])
-    assert bench.position() == 1
-
-
-async def test_a_record_is_finished_when_the_last_of_its_outputs_is_acknowledged(bench: Bench) -> None:
-    outputs = [asyncio.Future[int]() for _ in range(3)]
-    outputs[1].set_result(5)
-    bench.app.finish_when(bench.admit(), outputs)
-    outputs[2].set_result(6)
-    await asyncio.sleep(0)
-    assert bench.position() == 0
-    outputs[0].set_result(7)
-    await asyncio.sleep(0)
-    assert bench.position() == 1
-
-
-async def test_a_record_whose_outputs_are_all_acknowledged_is_finished_at_once(bench: Bench) -> None:
+@pytest.mark.parametrize("already", [True, False])
+async def test_a_record_is_finished_when_its_output_is_acknowledged(bench: Bench, already: bool) -> None:
     output = asyncio.Future[int]()
-    output.set_result(5)
-    bench.app.finish_when(bench.admit(), [output, output])
+    if already:
+        output.set_result(7)
+    bench.app.finish_when(bench.admit(), output)
+    assert bench.position() == 0
+    if not already:
+        output.set_result(7)
+    await asyncio.sleep(0)
     assert bench.position() == 1
 
 
@@ -114,7 +103,7 @@ async def test_an_output_that_fails_ends_the_process_and_finishes_nothing(bench:
     output = asyncio.Future[int]()
     if already:
         output.set_exception(Unsendable("too large"))
-    bench.app.finish_when(bench.admit(), [output])
+    bench.app.finish_when(bench.admit(), output)
     if not already:
         output.cancel()
     await asyncio.sleep(0)
@@ -124,7 +113,7 @@ async def test_an_output_that_fails_ends_the_process_and_finishes_nothing(bench:
 
 async def test_an_output_that_fails_in_an_older_epoch_ends_nothing(bench: Bench) -> None:
     output = asyncio.Future[int]()
-    bench.app.finish_when(bench.admit(), [output])
+    bench.app.finish_when(bench.admit(), output)
     bench.app.reader.end_epoch()
     output.cancel()
     await asyncio.sleep(0)
@@ -357,7 +346,7 @@ async def test_a_start_that_fails_is_raised(bench: Bench, monkeypatch: pytest.Mo
 
 async def test_an_output_that_a_stop_cancels_is_no_failure(bench: Bench) -> None:
     output = asyncio.Future[int]()
-    bench.app.finish_when(bench.admit(), [output])
+    bench.app.finish_when(bench.admit(), output)
     await bench.app.close()
     output.cancel()
     await asyncio.sleep(0)
@@ -368,7 +357,7 @@ async def test_what_the_broker_takes_while_the_app_stops_is_finished_before_the_
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, committed = asyncio.Future[int](), list[int | None]()
-    bench.app.finish_when(bench.admit(), [output])
+    bench.app.finish_when(bench.admit(), output)
 
     async def flush(timeout_s: float) -> None:
         if not output.done():
