@@ -77,5 +77,10 @@ class CaughtUp:
 class PartitionState:
     """The state of a partition of gpu.attributed. ``logged_ms`` is the log time of the newest record that was read."""
 
-    def __init__(self, number: int, no_samples_s: float = inf) -> None:
+    def __init__(self, number: int, no_samples_s: float) -> None:
         self.number, self.logged_ms, self.caught_up = number, 0, CaughtUp(no_samples_s)
+
+    def forget(self) -> None:
+        """The records since the last commit are read again: go back to what the broker has."""
+        self.logged_ms = 0
+        self.caught_up.forget()

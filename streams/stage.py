@@ -233,6 +233,11 @@ class NodeWorker(ABC, Generic[P]):
         self._write_tasks, self._turns = WriteTasks(), Turns()
         self._partitions: dict[int, P] = {}
 
+    @property
+    def epoch(self) -> int:
+        """The number of the reader's epoch. What was awaited in an earlier one is not used."""
+        return self.app.reader.ledger.epoch
+
     @abstractmethod
     def handle_record(self, topic: str, partition: P, slot: Slot, record: Any) -> None:
         """Process a record. Raises Malformed."""
@@ -314,6 +319,12 @@ class NodeWorker(ABC, Generic[P]):
             partition = self._partition(number)
             partition.caught_up.read(position, ledger.last_unfinished(tp))
             self.check_clock(partition)
+
+    def forget(self) -> None:
+        """Go back to the states that the broker has: the later records are read again, once all writes have ended."""
+        for partition in self._partitions.values():
+            partition.forget()
+        self._write_tasks.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
         """Drop the state of these partitions."""

@@ -177,12 +177,12 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                     self._group_offsets[offset_key] = slot.offset
             elif slot.offset > self._group_offsets.get(offset_key, -1):
                 # written late, by a worker that had lost the partition: make the latest the last one in the topic
-                self._write_tasks.start(self.app, self._write_again(number, record.key, self.app.reader.ledger.epoch))
+                self._write_tasks.start(self.app, self._write_again(number, record.key, self.epoch))
 
     async def _update_groups(self, number: int, batch: Batch) -> None:
         """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
         When both are acknowledged, the reports are finished."""
-        group_by_key, epoch = self._groups.setdefault(number, {}), self.app.reader.ledger.epoch
+        group_by_key, epoch = self._groups.setdefault(number, {}), self.epoch
         log_end = self.app.reader.input_ends.get(Partition(MEMBERS, number), MAX_TIME_MS)
         changed: dict[bytes, AlertGroup] = {}
         steps: list[groups.GroupStep] = []
@@ -215,7 +215,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         await self._write_groups(number, changed)
         for alert, is_news in [(alert, step.is_news) for step in steps for alert in step.alerts]:
             self._count_and_log(alert, "alert" if is_news else "repeat")
-        if epoch == self.app.reader.ledger.epoch:
+        if epoch == self.epoch:
             group_by_key |= changed
             for slot in slots:
                 self.app.finish(slot)
@@ -235,7 +235,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         """Write a group again, as it is now. If a later one is read meanwhile, write that too."""
         async with self._group_lock:
             written: AlertGroup | None = None
-            while epoch == self.app.reader.ledger.epoch:
+            while epoch == self.epoch:
                 group = self._groups.get(number, {}).get(key)
                 if group is None or group is written:
                     return
@@ -246,7 +246,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         """Delete the groups that have been over for a week, and their alerts. Of a workload that still holds GPUs the
         number of these is kept. Meanwhile no report is handled, because it may fire the alert again."""
         async with self._group_lock:
-            if epoch != self.app.reader.ledger.epoch:
+            if epoch != self.epoch:
                 return
             group_by_key, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
             over = {key: group for key, group in group_by_key.items() if groups.is_over(group, now_ms)}
@@ -254,7 +254,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             await self._await_acks("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
             remaining = {key: groups.without_alert(group) for key, group in over.items()}
             await self._write_groups(number, remaining)
-            if epoch == self.app.reader.ledger.epoch:
+            if epoch == self.epoch:
                 for key, group in remaining.items():
                     if group is not None:
                         group_by_key[key] = group
@@ -285,7 +285,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         settled = node.settled()
         if (pending := node.start_write(settled=settled)) is not None:
             settled = False
-            self._write_tasks.start(self.app, self._write_node(partition, node, pending, self.app.reader.ledger.epoch))
+            self._write_tasks.start(self.app, self._write_node(partition, node, pending, self.epoch))
         for slot in node.take_finished_slots(settled=settled):
             self.app.finish(slot)
         if settled:
@@ -305,11 +305,11 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 headers = [] if record is None else kafka_headers(record)
                 acks.append(await self.app.sender.send(ALERTS, value, key=key, headers=headers))
         await self._await_acks("alert", acks)
-        if epoch != self.app.reader.ledger.epoch:
+        if epoch != self.epoch:
             return
         await self._write_state(partition, node, memory.encode(pending.state))
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
-        if epoch != self.app.reader.ledger.epoch:
+        if epoch != self.epoch:
             current_partition = self._partitions.get(partition.number)
             if current_partition is not None and node.key in current_partition.nodes:
                 current_partition.read_state(current_partition.nodes[node.key], pending.state)
@@ -328,9 +328,9 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     async def _delete(self, partition: PartitionNodes, node: Node, last: NodeAlerts) -> None:
         """Delete the empty state of a node that was removed. If the node comes back meanwhile, write its new state."""
         node.writing = True
-        epoch = self.app.reader.ledger.epoch
+        epoch = self.epoch
         await self._write_state(partition, node, None)
-        if epoch != self.app.reader.ledger.epoch:
+        if epoch != self.epoch:
             return
         node.writing = False
         if node.current is last:
@@ -355,7 +355,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 self._write_tasks.start(self.app, self._delete(partition, node, node.current))
         number, group_by_key = partition.number, self._groups.get(partition.number, {})
         if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in group_by_key.values()):
-            self._write_tasks.start(self.app, self._delete_groups(number, self.app.reader.ledger.epoch))
+            self._write_tasks.start(self.app, self._delete_groups(number, self.epoch))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -380,11 +380,8 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     # -- rebalances
 
     def forget(self) -> None:
-        """Go back to the states that the broker has: ticks whose results are not acknowledged are read again."""
-        for partition in self._partitions.values():
-            partition.forget()
+        super().forget()
         self._group_offsets.clear()
-        self._write_tasks.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
         super().drop(partitions)

@@ -327,11 +327,6 @@ def _resolve(condition: Tracked, context: _Context, reason: str) -> tuple[None, 
 # -- without a tick
 
 
-def mark_silent(state: NodeAlerts) -> NodeAlerts:
-    """The state of a node of which no tick has come for a while."""
-    return _replace(state, silent=True)
-
-
 def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
     """The state of a node of which no tick came: it has left, or its silence fires, or old alerts are deleted.
 
@@ -377,7 +372,7 @@ def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAle
             written_ms = before.written_ms if alert is before.alert else None
             after = _replace(before, alert=alert, written_ms=written_ms, ceased_ms=None)
             others = [condition for condition in state.tracked if condition is not before]
-            state = _replace(mark_silent(state), tracked=(*others, after))
+            state = _replace(state, silent=True, tracked=(*others, after))
     return state
 
 
@@ -387,7 +382,7 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
     if is_retired(state):
         return state
     ended = [_ended(condition, at_ms, "node_removed") for condition in state.tracked if condition.alert is not None]
-    return _replace(mark_silent(state), tracked=tuple(ended), memory=Memory())
+    return _replace(state, silent=True, tracked=tuple(ended), memory=Memory())
 
 
 def _end_removed_rules(state: NodeAlerts, rules: Rules, now_ms: int) -> NodeAlerts:
@@ -400,7 +395,7 @@ def _end_removed_rules(state: NodeAlerts, rules: Rules, now_ms: int) -> NodeAler
         for condition in state.tracked
     )
     unchanged = all(map(operator.is_, tracked, state.tracked))
-    return state if unchanged else _replace(mark_silent(state), tracked=tracked)
+    return state if unchanged else _replace(state, silent=True, tracked=tracked)
 
 
 def _ended(condition: Tracked, at_ms: int, reason: str) -> Tracked:

@@ -246,7 +246,7 @@ class PartitionNodes(PartitionState):
         for node in quiet:
             del self.active[node.key]
             if node.current is not None:
-                node.apply(Step(machine.mark_silent(node.current)))
+                node.apply(Step(_replace(node.current, silent=True)))
         return quiet
 
     def judge_silent(self, rules: Rules, now_ms: int, now_s: float) -> list[Node]:
@@ -266,11 +266,9 @@ class PartitionNodes(PartitionState):
         return silent_nodes
 
     def forget(self) -> None:
-        """Go back to the states that the broker has: the ticks since then are read again."""
+        super().forget()
         self.nodes = {key: Node(key, node.durable) for key, node in self.nodes.items() if node.durable}
         self.active = {key: node for key, node in self.nodes.items() if node.saved and not node.saved.silent}
-        self.caught_up.forget()
-        self.logged_ms = 0
 
 
 # -- recorded ticks

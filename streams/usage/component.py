@@ -12,6 +12,7 @@ counted; an output that is not acknowledged ends the process.
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -114,16 +115,25 @@ def _order(books: Books) -> tuple[int, ...]:
 class PartitionBooks(PartitionState):
     """The nodes of one partition, by key. ``passed_ms``: the log time up to which silent nodes have been closed."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, policy: Accounting, number: int) -> None:
         super().__init__(number, NO_SAMPLES_S)
+        self.policy = policy
         self.nodes: dict[bytes, NodeBooks] = {}
         self.passed_ms = 0
+
+    def forget(self) -> None:
+        super().forget()
+        self.passed_ms = 0
+        self.nodes = {
+            key: NodeBooks(key, decode_books(node.durable), self.policy, node.durable)
+            for key, node in self.nodes.items()
+            if node.durable is not None
+        }
 
 
 class UsageWorker(NodeWorker[PartitionBooks]):
     """Books the ticks of the nodes of its partitions, writes the records and the books, then finishes the ticks."""
 
-    new_partition = PartitionBooks
     inputs, lag_topics = (ATTRIBUTED,), (ATTRIBUTED, STATE.name)
     batch_failure = "booking failed"
 
@@ -131,7 +141,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         self, instruments: Instruments, policy: Accounting, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
         super().__init__(instruments, stage="usage", partitions=partitions, clocks=clocks)
-        self._policy = policy
+        self.new_partition = partial(PartitionBooks, policy)
 
     # -- records
 
@@ -159,7 +169,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             if node is None:
                 self._housekeeping.check_place(partition.number, record.key)
             if node is None or (node.fresh and _order(books) >= node.order):
-                partition.nodes[record.key] = NodeBooks(record.key, books, self._policy, record.value)
+                partition.nodes[record.key] = NodeBooks(record.key, books, partition.policy, record.value)
                 partition.caught_up.attributed(books.offset)
             else:
                 node.stale |= _order(books) <= node.order
@@ -176,7 +186,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         if node is None:
             self._housekeeping.check_place(partition.number, record.key)
             books = Books(schema=1, cluster=tick.cluster, node=tick.node)
-            node = partition.nodes[record.key] = NodeBooks(record.key, books, self._policy)
+            node = partition.nodes[record.key] = NodeBooks(record.key, books, partition.policy)
         logged_ms = tick.logged_ms
         if logged_ms is None:
             logged_ms = record.timestamp if record.timestamp >= 0 else self._clocks.now_ms()
@@ -209,12 +219,12 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         """Start to write what is due; ``force``: write the books even if no record is due."""
         if not node.writing and (node.due or node.stale or force):
             node.writing = True
-            self._write_tasks.start(self.app, self._write(number, node, self.app.reader.ledger.epoch))
+            self._write_tasks.start(self.app, self._write(number, node, self.epoch))
 
     async def _write(self, number: int, node: NodeBooks, epoch: int) -> None:
         """Write the records, then, once acknowledged, the books; repeat while more has become due. If the epoch ends
         meanwhile, stop: what was not acknowledged is read again."""
-        while self.app.reader.ledger.epoch == epoch:
+        while epoch == self.epoch:
             records, node.due, node.stale = node.due, [], False
             value, order, slots = encode(node.keeper.books), node.order, tuple(node.kept)
             node.kept.clear()
@@ -224,11 +234,11 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 self._send(number, "minute", ((MINUTES.name, usage.key.encode(), encode(usage)) for usage in minutes)),
                 self._send(number, "hour", ((HOURS.name, usage.key.encode(), encode(usage)) for usage in hours)),
             )
-            if self.app.reader.ledger.epoch != epoch:
+            if epoch != self.epoch:
                 return
             node.sent.append(value)
             await self._send(number, "state", [(STATE.name, node.key, value)])
-            if self.app.reader.ledger.epoch != epoch:
+            if epoch != self.epoch:
                 return
             node.stored(value, order)
             for slot in slots:
@@ -279,17 +289,3 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         gauge("gpustream_usage_open_hours").set(sum([len(node.keeper.books.hours) for node in nodes]))
         gauge("gpustream_usage_state_bytes").set(sum([len(node.durable or b"") for node in nodes]))
         self._housekeeping.observe(self.app.reader)
-
-    # -- what the reader knows of offsets
-
-    def forget(self) -> None:
-        """Go back to the books that the broker has: the later ticks are read again, once all writes have ended."""
-        for partition in self._partitions.values():
-            partition.nodes = {
-                key: NodeBooks(key, decode_books(node.durable), self._policy, node.durable)
-                for key, node in partition.nodes.items()
-                if node.durable is not None
-            }
-            partition.caught_up.forget()
-            partition.logged_ms, partition.passed_ms = 0, 0
-        self._write_tasks.forget()
