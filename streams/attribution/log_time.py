@@ -226,24 +226,6 @@ class ResolvedPods(NamedTuple):
         """The pods of uids that processes show; None: nothing is known of the node's pods."""
         return None if self.by_uid is None else [self.by_uid.get(uid) for uid in uids]
 
-    def is_valid_for(
-        self,
-        workloads: KnownWorkloads | None,
-        snapshot: IndexedSnapshot | None,
-        uids: AbstractSet[str],
-        time: LookupTime,
-    ) -> bool:
-        """Whether it is the answer for a later tick, too. No pod has to be looked up for that."""
-        if self.validity is None or self.by_uid is None or not uids <= self.by_uid.keys():
-            return False
-        valid_workloads, valid_snapshot, since, until = self.validity
-        return (
-            valid_workloads is workloads
-            and valid_snapshot is snapshot
-            and since.ts_ms <= time.ts_ms < until.ts_ms
-            and since.logged_ms <= time.logged_ms < until.logged_ms
-        )
-
 
 _NO_PODS_KNOWN = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
 
@@ -260,8 +242,11 @@ def resolve(
     ts_ms, known_by_ms = time.ts_ms, time.logged_ms - HORIZON_MS
     if time.watermark_ms < known_by_ms:
         return Unresolved(known_by_ms)
-    if last is not None and last.is_valid_for(workloads, snapshot, uids, time):
-        return last
+    if last is not None and last.validity is not None and last.by_uid is not None and uids <= last.by_uid.keys():
+        of_workloads, of_snapshot, since, until = last.validity
+        is_valid = since.ts_ms <= ts_ms < until.ts_ms and since.logged_ms <= time.logged_ms < until.logged_ms
+        if is_valid and of_workloads is workloads and of_snapshot is snapshot:
+            return last  # no pod has to be looked up
     as_of = workloads.as_of(known_by_ms) if workloads else None
     if workloads is None or as_of is None:
         return _NO_PODS_KNOWN
