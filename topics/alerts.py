@@ -285,6 +285,11 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = {}
     suspects: Annotated[dict[str, Suspect], about("The GPUs that lag behind their peers, by UUID.")] = {}
 
+    @property
+    def firing_members(self) -> list[Member]:
+        """The parts that fire."""
+        return [member for member in self.members if member.ended_ms is None]
+
 
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:
     """The id of an alert: a hash of the rule's name, the node, and the device, pod and key that it is about, if any."""

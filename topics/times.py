@@ -18,6 +18,11 @@ def epoch_ms(at: datetime) -> int:
     return (at - _EPOCH) // _MILLISECOND
 
 
+def rfc3339(at: datetime) -> str:
+    """A time of UTC for machines, in whole seconds: ``2026-11-20T23:44:05Z``."""
+    return f"{at:%Y-%m-%dT%H:%M:%SZ}"
+
+
 def moment(at: datetime) -> str:
     """A time as people read it: ``2026-11-20 23:44 UTC``."""
     return f"{at:%Y-%m-%d %H:%M} UTC"

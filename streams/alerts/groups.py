@@ -80,9 +80,9 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
     """The group with the parts of a report; its alert fires, is updated, or is resolved by that."""
     members, open_part, ended_part = _update_members(group.members, report)
     before, after = group.alert, None
-    open_part = open_part or ((group.part or before) if any(member.ended_ms is None for member in members) else None)
-    part_or_alert = open_part or before
     group = _replace(group, members=tuple(members))
+    open_part = open_part or ((group.part or before) if group.firing_members else None)
+    part_or_alert = open_part or before
     is_open = part_or_alert is not None and _is_open(rules.by_name.get(part_or_alert.name), group, rules)
     needs_all = open_part is not None and _needs_all_gpus(rules.by_name.get(open_part.name))
     if before is not None and before.is_open and is_open:
@@ -93,7 +93,7 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
         after = _resolve(before, group, report, ended_part, rules)
     elif is_open and open_part is not None and (open_part in report.alerts or needs_all):
         # the parts that ended are of an earlier firing
-        members = [_replace(member, before_s=0.0) for member in members if member.ended_ms is None]
+        members = [_replace(member, before_s=0.0) for member in group.firing_members]
         group = _replace(group, members=tuple(members))
         after = _fire(open_part, group, report, rules)
     nodes = {member.gpu.node for member in members} | {report.node}
@@ -138,7 +138,7 @@ def _update_members(
 def is_over(group: AlertGroup, now_ms: int) -> bool:
     """Whether a group's alert is old enough to be deleted. A group without an alert is over if its workload holds no
     GPUs."""
-    if any(member.ended_ms is None for member in group.members):
+    if group.firing_members:
         return False
     alert = group.alert
     if alert is None:
@@ -191,7 +191,7 @@ def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
 def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
     """The new alert of a group. It starts with the first of its parts, and after its last firing. An alert that needs
     all GPUs starts with the last of them."""
-    before, part_starts_ms = group.alert, [member.starts_ms for member in group.members if member.ended_ms is None]
+    before, part_starts_ms = group.alert, [member.starts_ms for member in group.firing_members]
     starts_ms = min(part_starts_ms)
     if before is not None and before.ends_at is not None:
         starts_ms = max(starts_ms, epoch_ms(before.ends_at) + 1)
@@ -216,7 +216,7 @@ def _resolve(alert: Alert, group: AlertGroup, report: AlertReport, last_ended: A
         alert.starts_at,
     )
     reason = last_ended.resolved_because if last_ended is not None else "condition"
-    if not _needs_all_gpus(rules.by_name.get(alert.name)) and any(member.ended_ms is None for member in group.members):
+    if group.firing_members and not _needs_all_gpus(rules.by_name.get(alert.name)):
         ends_at, reason = max(time_of(report.ts_ms), alert.starts_at), "superseded"
     resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=reason)
     annotations, value = describe_group(resolved, group, report, rules)
@@ -225,7 +225,7 @@ def _resolve(alert: Alert, group: AlertGroup, report: AlertReport, last_ended: A
 
 def _count_held(group: AlertGroup) -> int:
     """How many GPUs the workload holds. For nodes that never reported it the parts there are counted."""
-    firing_members = [member for member in group.members if member.ended_ms is None]
+    firing_members = group.firing_members
     held_by_parts = Counter[str]()
     for (node, _), count in {(member.gpu.node, member.gpu.pod): member.held for member in firing_members}.items():
         held_by_parts[node] += count
@@ -240,7 +240,7 @@ def _is_open(rule: Rule | None, group: AlertGroup, rules: Rules) -> bool:
     A rule that needs all GPUs needs each that the workload holds. Some of them may be idle instead, but no more than
     half. While its alert fires, there is none about the idle ones.
     """
-    firing = {member.gpu.uuid for member in group.members if member.ended_ms is None}
+    firing = {member.gpu.uuid for member in group.firing_members}
     if not firing or rule is None or rule.kind not in ("held_idle", *ALL_GPUS_KINDS):
         return bool(firing)
     stalled = {other.gpu.uuid for other in group.others if kind_of_other(other, rule, rules) in ALL_GPUS_KINDS}
@@ -259,27 +259,21 @@ def _needs_all_gpus(rule: Rule | None) -> bool:
 
 def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
     """The alert with the GPUs, the severity, the figures and the texts that its parts have now."""
-    firing_members = [member for member in group.members if member.ended_ms is None]
-    firing_members.sort(key=lambda member: (member.gpu.node, member.gpu.index or 0, member.gpu.uuid))
+    firing_members = sorted(group.firing_members, key=lambda part: (part.gpu.node, part.gpu.index or 0, part.gpu.uuid))
     if firing_members:
         severities = [member.severity for member in firing_members] + ([alert.severity] if alert.gpus else [])
         severity = max(severities, key=lambda name: _SEVERITIES.index(name) if name in _SEVERITIES else -1)
+        about_pods = report.scope != "node"
+        confirmed_ms = [member.confirmed_ms or 0 for member in firing_members]  # 0: an earlier version did not note it
         alert = _replace(
             alert,
             gpus=tuple(member.gpu for member in firing_members),
             severity=severity,
             labels={**alert.labels, "severity": severity},
             node=firing_members[0].gpu.node if not alert.gpus else alert.node,
-            held=_count_held(group) or None if report.scope != "node" else None,
-            idle=len(firing_members) if report.scope != "node" else None,
-            confirmed_at=_confirmed_at(firing_members) if report.scope != "node" else None,
+            held=_count_held(group) or None if about_pods else None,
+            idle=len(firing_members) if about_pods else None,
+            confirmed_at=time_of(min(confirmed_ms)) if about_pods and all(confirmed_ms) else None,
         )
     annotations, value = describe_group(alert, group, report, rules)
     return _replace(alert, annotations=annotations, value=value)
-
-
-def _confirmed_at(members: Sequence[Member]) -> datetime | None:
-    """Until when the condition of each part is known to hold; None if that is not known of one of them, which was
-    reported to an earlier version."""
-    confirmed_ms = [member.confirmed_ms or 0 for member in members]
-    return time_of(min(confirmed_ms)) if all(confirmed_ms) else None

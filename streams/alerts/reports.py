@@ -20,7 +20,7 @@ from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import STEP_MS, means_of_closed_step
 from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint
 from topics.attributed import JOB, Holder
-from topics.times import epoch_ms, time_of
+from topics.times import epoch_ms, rfc3339, time_of
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 MOST_RESOLVED = 2000  # of a node: pods that come and go all the time may each have an alert
@@ -169,9 +169,8 @@ def alert_write(alert: Alert, condition: Tracked, now_ms: int, *, repeat: bool =
     if alert.is_open and condition.scope != "node":
         annotations = dict(alert.annotations)
         if condition.again_ms or "last_active" in annotations:
-            last_active = time_of(condition.again_ms or condition.since_ms)
-            annotations["last_active"] = f"{last_active:%Y-%m-%dT%H:%M:%SZ}"
-        annotations["since"] = f"{time_of(condition.since_ms):%Y-%m-%dT%H:%M:%SZ}"
+            annotations["last_active"] = rfc3339(time_of(condition.again_ms or condition.since_ms))
+        annotations["since"] = rfc3339(time_of(condition.since_ms))
         alert = _replace(alert, annotations=annotations)
     if alert.is_open and "gpu_share" in alert.annotations:
         until_ms = now_ms if condition.ceased_ms is None else condition.ceased_ms

@@ -25,7 +25,7 @@ import msgspec
 
 from streams.alerts.uses import FIGURES, STEP_MS
 from topics.alerts import Alert, AlertGroup, AlertReport, Limits, Rank, Seen, Suspect, fingerprint
-from topics.times import time_of
+from topics.times import rfc3339, time_of
 
 _MAD_TO_DEVIATION = 1.4826  # the standard deviation of normal values, divided by their MAD
 _BUSY_UTILIZATION = 0.2  # utilization from which on a GPU, and a workload, counts as working
@@ -127,9 +127,12 @@ def _update_suspects(
         is_whole_node = len(ranks_by_node) > 1 and len(node_ranks) > 1 and all_lag
         evidence = f"{text}, as all of {node}" if is_whole_node else text
         before = suspects.get(uuid, Suspect(node, max(step_ms - STEP_MS, 0), evidence))
-        suspects[uuid] = suspect = _still_lagging(before, evidence, limits, now_ms)
-        if (suspect.starts_ms, suspect.critical) != (before.starts_ms, before.critical):
-            alerts.append(_firing_alert(group, pattern, node, rank, suspect))
+        lasted_ms = step_ms - before.since_ms
+        starts_ms = now_ms if before.starts_ms is None and lasted_ms >= limits.for_ms else before.starts_ms
+        critical = before.critical or (starts_ms is not None and 0 < limits.critical_ms <= lasted_ms)
+        suspects[uuid] = _replace(before, evidence=evidence, starts_ms=starts_ms, ceased_ms=None, critical=critical)
+        if (starts_ms, critical) != (before.starts_ms, before.critical):
+            alerts.append(_firing_alert(group, pattern, node, rank, suspects[uuid]))
     for uuid, suspect in list(suspects.items()):
         if suspect.node not in ranks_by_node or uuid in evidence_by_uuid:
             continue
@@ -139,14 +142,6 @@ def _update_suspects(
             reason = "condition" if uuid in rank_by_uuid else "pod_ended"
             alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, now_ms, reason)
     return suspects, alerts
-
-
-def _still_lagging(suspect: Suspect, evidence: str, limits: Limits, now_ms: int) -> Suspect:
-    """A suspect that lags in one more comparison. If it has for long enough, its alert fires, or becomes critical."""
-    lasted_ms = now_ms - now_ms % STEP_MS - suspect.since_ms
-    starts_ms = now_ms if suspect.starts_ms is None and lasted_ms >= limits.for_ms else suspect.starts_ms
-    critical = suspect.critical or (starts_ms is not None and 0 < limits.critical_ms <= lasted_ms)
-    return _replace(suspect, evidence=evidence, starts_ms=starts_ms, ceased_ms=None, critical=critical)
 
 
 def outliers(ranks: Sequence[Rank], limits: Limits, kind: str) -> dict[str, str]:
@@ -199,14 +194,14 @@ def _firing_alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, susp
         annotations={
             **pattern.annotations,
             "evidence": suspect.evidence,
-            "since": f"{time_of(suspect.since_ms):%Y-%m-%dT%H:%M:%SZ}",
+            "since": rfc3339(time_of(suspect.since_ms)),
         },
     )
 
 
 def _resolved_alerts(group: AlertGroup, suspect: Suspect, uuid: str, at_ms: int, reason: str) -> list[Alert]:
     """The alert of a rank, resolved; no alert if none fires."""
-    part = next((member for member in group.members if member.gpu.uuid == uuid and member.ended_ms is None), None)
+    part = next((member for member in group.firing_members if member.gpu.uuid == uuid), None)
     if suspect.starts_ms is None or part is None or group.alert is None:
         return []
     labels = {"gpu_uuid": uuid, "gpu_index": str(part.gpu.index)}

@@ -138,7 +138,7 @@ def _update_use(
     if step > before.step:
         mark = _MARK.pack(before.ms & _MASK, before.work & _MASK)
         marks = (marks + mark * min(step - before.step, needs.steps + 1))[-_MARK.size * (needs.steps + 1) :]
-        means = [(_mean(marks, steps), below) for steps, below in needs.windows]
+        means = [(mean_of(marks, steps), below) for steps, below in needs.windows]
         sums, low = (), any(mean is not None and mean < below for mean, below in means)
     if metrics is not None and now_ms // _FIGURES_MS != before.at_ms // _FIGURES_MS:
         violation_s = _violation_seconds(metrics)
@@ -188,12 +188,9 @@ def _add_figures(sums: Figures, metrics: Metrics, violation_s: float) -> Figures
 # -- means
 
 
-def mean_of(use: Use, steps: int) -> float | None:
-    """The mean use in the last whole steps; None if there are fewer, or if less than half of the time was measured."""
-    return _mean(use.marks, steps)
-
-
-def _mean(marks: bytes, steps: int) -> float | None:
+def mean_of(marks: bytes, steps: int) -> float | None:
+    """The mean use in the last whole steps, by the marks of their sums; None if there are fewer steps, or if less than
+    half of the time was measured."""
     start_offset = len(marks) - _MARK.size * (steps + 1)
     if start_offset < 0:
         return None

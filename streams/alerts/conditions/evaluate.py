@@ -92,7 +92,7 @@ def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory 
     return "policy" if silenced or rules.in_force(rule, pod) is None else "condition"
 
 
-def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _EMPTY_MEMORY) -> bool:
+def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: Memory) -> bool:
     """Whether a condition without a finding in a tick does not hold. Else there is no evidence, and it may still hold.
 
     There is no evidence if the condition is about a pod and the tick has no holders, if the tick has none of the
@@ -102,13 +102,15 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
     """
     rule = rules.by_name.get(condition.name)
     device = next((device for device in tick.devices if device.uuid == condition.device), None)
-    if rule is None or (device is None and _is_removed(condition.device, memory, tick.ts_ms)):
+    remembered = memory.devices.get(condition.device)
+    is_missing = device is None and condition.device  # a condition of a node is of no device
+    if rule is None or (is_missing and (remembered is None or is_gone(remembered, tick.ts_ms))):
         return True
     about_pod = condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")
     if about_pod and rule.kind != "xid" and not tick.knows_holders(condition.device):
         return False
     if rule.kind in WINDOWED:
-        pod, remembered = condition.pod_uid or condition.key, memory.devices.get(condition.device, _EMPTY_DEVICE)
+        pod, remembered = condition.pod_uid or condition.key, remembered or _EMPTY_DEVICE
         holders = [holder for holder in device.holders if pod_name(holder) == pod] if device is not None else []
         judged_holders = [
             holder for holder in holders if not holder.observed and not is_silenced(rules, holder, remembered, tick)
@@ -116,7 +118,7 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
         if device is not None and not judged_holders:
             return True
         use = next((use for use in memory.uses.get(condition.device, ()) if use.pod == pod), None)
-        if use is not None and mean_of(use, rule.window_ms // STEP_MS) is None:
+        if use is not None and mean_of(use.marks, rule.window_ms // STEP_MS) is None:
             return False
         for holder in judged_holders:
             effective_rule, policy = rules.in_force(rule, holder), policy_of(holder, rules.bounds)
@@ -126,11 +128,6 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
                 return False
     metrics = _JUDGED_METRICS.get(rule.kind, ())
     return not metrics or device is None or any(getattr(device.metrics, metric) is not None for metric in metrics)
-
-
-def _is_removed(uuid: str, memory: Memory, now_ms: int) -> bool:
-    """Whether a device that a tick lacks was removed, or is gone. A condition of a node is of no device."""
-    return bool(uuid) and (uuid not in memory.devices or is_gone(memory.devices[uuid], now_ms))
 
 
 # -- the checks of a device, by its state

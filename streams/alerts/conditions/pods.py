@@ -112,7 +112,7 @@ def _little_used_pods(rule: Rule, view: View) -> Iterable[tuple[Rule, Pod, Use, 
         use = next((use for use in view.uses if use.pod == name and use.low), None)
         if use is None or holder.observed or (effective_rule := view.rules.in_force(rule, holder)) is None:
             continue
-        mean = mean_of(use, effective_rule.window_ms // STEP_MS)
+        mean = mean_of(use.marks, effective_rule.window_ms // STEP_MS)
         long_enough = held_whole_window(effective_rule, pod.policy, name, view.remembered, view.tick)
         silenced = pod.policy.off and is_silenced(view.rules, holder, view.remembered, view.tick)
         if mean is not None and mean < effective_rule.used_below and long_enough and not silenced:

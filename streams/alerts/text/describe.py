@@ -8,7 +8,7 @@ and replace none, so that a rule can't change which team an alert is for. A rule
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
 from topics.attributed import JOB, Holder
 from topics.mig import model_slices, profile_slices
-from topics.times import moment, time_of
+from topics.times import moment, rfc3339, time_of
 
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
 Pairs = Iterable[tuple[str, str | int | None]]
@@ -31,7 +31,7 @@ PLAIN = Wording()
 MAX_VALUE_BYTES = 1024  # longer values are cut after a whole character: many receivers refuse more than 2 KiB
 _INERT = str.maketrans("<>", "()")
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-_MAX_LISTED = 8  # of pods or processes in a description
+_MAX_LISTED = 8  # of pods, nodes or processes in a description
 
 _TEMPLATES: Mapping[Kind, tuple[str, str]] = {
     "stalled": ("{pod} keeps {where} busy, and hardly any work is done there",
@@ -91,22 +91,20 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         summary = _TEMPLATES[rule.kind][0].format(**fields)
         description = _TEMPLATES[rule.kind][1].format(summary=summary, **fields)
     if rule.kind == "stalled":
-        more_annotations = _waste_annotations(1.0, tick.ts_ms - since_ms) | {
-            "last_active": f"{time_of(since_ms):%Y-%m-%dT%H:%M:%SZ}"
-        }
-        more_annotations |= {"evidence": fields["evidence"].removesuffix(".")}
+        more_annotations = _waste_annotations(1.0, tick.ts_ms - since_ms)
+        more_annotations["last_active"] = rfc3339(time_of(since_ms))
+        more_annotations["evidence"] = fields["evidence"].removesuffix(".")
     elif rule.kind in (*WINDOWED, "crash_loop"):
         use, share = finding.value or 0.0, share_of(facts).ratio
         window_ms = rule.window_ms if rule.kind in WINDOWED else 0
-        more_annotations = (
-            {} if share is None else _waste_annotations(share * (1 - use), tick.ts_ms - since_ms + window_ms)
-        )
-        more_annotations |= (
-            {"window": duration_words(window_ms), "evidence": f"used for {use:.1%}"} if window_ms else {}
-        )
+        if share is not None:
+            more_annotations = _waste_annotations(share * (1 - use), tick.ts_ms - since_ms + window_ms)
+        if window_ms:
+            more_annotations |= {"window": duration_words(window_ms), "evidence": f"used for {use:.1%}"}
     if rule.kind in WASTE and wording.prices is not None and facts.device is not None:
         price = wording.prices.price_of(facts.device.model or "", tick.ts_ms, tick.node_labels)
-        more_annotations |= {} if price is None else {"gpu_hour_price": str(price)}
+        if price is not None:
+            more_annotations["gpu_hour_price"] = str(price)
     if rule.kind == "nvlink_errors":
         label_pairs.append(("nvlink_error", finding.key))
     if rule.kind == "xid":
@@ -238,7 +236,7 @@ def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[st
         more_annotations = {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": wasted}
         sentences.append(f"Wasted by {moment(time_of(tick.ts_ms))}: {wasted} GPU-seconds ({share.how}).")
     if since_ms > finding.since_ms:  # else it has not worked since its grace was over
-        more_annotations["last_active"] = f"{time_of(since_ms):%Y-%m-%dT%H:%M:%SZ}"
+        more_annotations["last_active"] = rfc3339(time_of(since_ms))
     return summary, " ".join(filter(None, sentences)), more_annotations
 
 
@@ -309,10 +307,14 @@ def _pod_text(pod: Holder | PodMemory) -> str:
 
 
 def _join_names(names: Iterable[str]) -> str:
-    """Names as a list in a sentence: each once, and the number of the rest if there are many."""
-    unique_names = list(dict.fromkeys(names))
-    more = [f"{len(unique_names) - _MAX_LISTED} more"] if len(unique_names) > _MAX_LISTED else []
-    return ", ".join(unique_names[:_MAX_LISTED] + more)
+    """Names as a list in a sentence, each once."""
+    return listed(list(dict.fromkeys(names)))
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Texts as a list in a sentence, and the number of the rest if there are many."""
+    more = [f"{len(texts) - _MAX_LISTED} more"] if len(texts) > _MAX_LISTED else []
+    return separator.join([*texts[:_MAX_LISTED], *more])
 
 
 # -- the share of a GPU that a pod holds: waste is counted in seconds of a whole GPU

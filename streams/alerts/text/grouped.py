@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from delivery.values import counted
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Kind, Rule, Rules
+from streams.alerts.text.describe import listed
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope
-from topics.times import moment, time_of
+from topics.times import moment, rfc3339, time_of
 
 _DEVICE_LABELS = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
 _POD_LABELS = ("k8s_pod_name", "k8s_pod_uid")
@@ -18,7 +19,6 @@ _OMITTED_LABELS: dict[Scope, tuple[str, ...]] = {
     "pod": _DEVICE_LABELS,
     "node": (*_DEVICE_LABELS, *_POD_LABELS),
 }
-_MAX_LISTED = 8  # of pods or nodes in a description
 _HOUR_S = 3600
 
 _NODE_TEXTS: dict[Kind, tuple[str, str]] = {
@@ -130,7 +130,7 @@ def describe_group(
 def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> dict[str, str]:
     """The annotations of an alert about how pods use their GPUs."""
     rule = rules.by_name.get(alert.name)
-    firing_members = [member for member in group.members if member.ended_ms is None]
+    firing_members = group.firing_members
     figures, waste_text = _waste_figures(group.members, rules, f"Wasted by {moment(time_of(report.ts_ms))}")
     last_active = max([member.last_active for member in firing_members if member.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
@@ -150,7 +150,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     evidence_of_gpus = [
         f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}: {text}" for gpu, text in evidence_by_gpu
     ]
-    evidence = _join_names(list(dict.fromkeys(evidence_of_gpus)), "; ")
+    evidence = listed(list(dict.fromkeys(evidence_of_gpus)), "; ")
     sentences = [
         f"{summary}. {state.partition(',')[0].capitalize()}: {_gpus_text(alert.gpus)}.",
         *(culprits if rule is not None and rule.kind in ALL_GPUS_KINDS else []),
@@ -163,12 +163,12 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
         **{name: text for name, text in alert.annotations.items() if name not in ("last_active", "gpu_hour_price")},
         "summary": summary,
         "description": " ".join(filter(None, sentences)),
-        "pods": _join_names(sorted({gpu.pod for gpu in alert.gpus if gpu.pod})),
+        "pods": listed(sorted({gpu.pod for gpu in alert.gpus if gpu.pod})),
         "policy": policy,
         **figures,
         **({"evidence": evidence} if evidence else {}),
         **({"last_active": last_active} if last_active else {}),
-        **({"since": f"{min(held_since):%Y-%m-%dT%H:%M:%SZ}"} if held_since else {}),
+        **({"since": rfc3339(min(held_since))} if held_since else {}),
     }
 
 
@@ -245,9 +245,4 @@ def _gpus_text(gpus: Iterable[AlertGpu]) -> str:
         indices = sorted({gpu.index for gpu in gpus_there if gpu.index is not None})
         numbers = f"GPU {', '.join(map(str, indices))} of " if indices else ""
         texts.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
-    return _join_names(texts, "; ")
-
-
-def _join_names(names: Sequence[str], separator: str = ", ") -> str:
-    omitted = [f"{len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
-    return separator.join([*names[:_MAX_LISTED], *omitted])
+    return listed(texts, "; ")

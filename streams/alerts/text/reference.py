@@ -22,7 +22,7 @@ from streams.alerts.xids import XID_KINDS, XIDS
 from topics.alerts import Alert, AlertReport, AlertState
 from topics.attributed import Holder, Workload
 from topics.reference import filled, generate, table
-from topics.times import time_of
+from topics.times import rfc3339, time_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "alerts.md"
 
@@ -162,7 +162,7 @@ def _example_sentences(rule: Rule) -> Sequence[str]:
         )
         labels, annotations = describe_silence(rule, state, Memory(devices={"GPU-1": remembered}))
     if rule.kind in WASTE:
-        annotations |= {"since": f"{time_of(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
+        annotations |= {"since": rfc3339(time_of(_SINCE_MS))}
         if rule.kind == "straggler":
             annotations |= {"evidence": "SM clock 1200 MHz (its peers SM clock 1980 MHz)"}
         window_s = rule.window_ms / 1000 if rule.kind in WINDOWED else 0.0

@@ -25,7 +25,7 @@ def uses_after(*ticks: Tick, needs: UseNeeds = NEEDS) -> Memory:
 
 def mean(*ticks: Tick, steps: int = 1) -> float | None:
     (use,) = uses_after(*ticks).uses[gpu(0)]
-    return mean_of(use, steps)
+    return mean_of(use.marks, steps)
 
 
 def busy(second: float, share: float | None, **fields: Any) -> Tick:
@@ -83,7 +83,7 @@ def test_a_device_in_a_state_of_a_later_version_is_measured_and_one_that_does_no
 def test_another_pod_begins_again() -> None:
     ticks = [busy(s, 0.9) for s in range(0, 600, 5)]
     (use,) = uses_after(*ticks, tick(FROM_S + 600, device(0, holder("other"), busy=0.1))).uses[gpu(0)]
-    assert (use.ms, mean_of(use, 1)) == (0, None)
+    assert (use.ms, mean_of(use.marks, 1)) == (0, None)
 
 
 def test_of_a_shared_device_each_pod_has_its_part() -> None:
@@ -91,15 +91,15 @@ def test_of_a_shared_device_each_pod_has_its_part() -> None:
         return tick(FROM_S + second, device(0, holder("a", busy=0.3), holder("b", busy=0.1), busy=0.4))
 
     uses = uses_after(*[shared(s) for s in range(0, 305, 5)]).uses[gpu(0)]
-    assert [mean_of(use, 1) for use in uses] == [pytest.approx(0.3), pytest.approx(0.1)]
+    assert [mean_of(use.marks, 1) for use in uses] == [pytest.approx(0.3), pytest.approx(0.1)]
 
 
 def test_a_clock_that_is_set_back_a_little_loses_nothing_and_by_an_hour_begins_again() -> None:
     ticks = [busy(s, 0.5) for s in range(0, 605, 5)]
     (use,) = uses_after(*ticks, busy(598, 0.5), busy(603, 0.5)).uses[gpu(0)]
-    assert mean_of(use, 2) == pytest.approx(0.5)
+    assert mean_of(use.marks, 2) == pytest.approx(0.5)
     (use,) = uses_after(*ticks, busy(-3600, 0.5)).uses[gpu(0)]
-    assert mean_of(use, 1) is None
+    assert mean_of(use.marks, 1) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1, 7, 30, 59, 61, 4000, -2, -900]), st.floats(0, 1)), min_size=1))
@@ -125,7 +125,7 @@ def test_a_node_of_eight_gpus_takes_less_than_six_kilobytes_for_four_hours() -> 
 def test_the_mean_is_right_however_long_the_pod_has_worked() -> None:
     ticks = (busy(s, 1.0) for s in range(0, 121 * 3600, 60))
     (use,) = uses_after(*ticks, needs=UseNeeds(4, figures=False)).uses[gpu(0)]
-    assert mean_of(use, 4) == pytest.approx(1.0)
+    assert mean_of(use.marks, 4) == pytest.approx(1.0)
 
 
 def test_a_gpu_that_is_slowed_down_on_purpose_is_not_throttled_and_violations_are_a_share_of_the_time() -> None:
