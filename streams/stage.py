@@ -166,7 +166,7 @@ class Housekeeping:
 class WriteTasks:
     """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`.
 
-    ``room`` is set while fewer than ``_MANY_WRITES`` of them run: until then, nothing is read that may need another.
+    ``room`` is set while fewer than ``_MANY_WRITES`` of them run. Without room no record is used that may need another.
     """
 
     def __init__(self) -> None:

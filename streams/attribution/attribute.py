@@ -37,8 +37,8 @@ from topics.samples import Device, Event, Mig, Sample
 from topics.workloads import UnwellDevice
 
 EVENT_MS, LONGEST_EVENT_MS = 60_000, 600_000
-"""An event's pods are looked up as of the event, but at most an interval before its tick, and not less or more than
-these."""
+"""How long before its tick an event's pods may be looked up: for the node's interval, but at least for the first of
+these and at most for the second."""
 READ_MS = 10_000  # an event may be this much later than its tick's time, because it comes while the tick is read
 _inventory_fields = attrgetter("uuid", "index", "minor", "mig")
 _replace = msgspec.structs.replace

@@ -55,8 +55,8 @@ from topics.usage import HOUR_MS, MINUTE_MS, Usage
 AHEAD_MS = 60_000
 INTERVAL_MS = 10_000  # of a producer that does not report it
 FORGET_MS = 25 * HOUR_MS
-"""After this time without a tick a node's books are deleted, and what they know of a GPU is after this time without a
-reading of its counter: gpu.attributed has no tick of it any more."""
+"""A node's books are deleted after this time without a tick, and a GPU is forgotten after this time without a reading
+of its counter: by then gpu.attributed has no tick of it any more."""
 
 MOST_OWNER_BYTES = 1024 * 1024
 """With more than this of workloads and labels in its books, a node's new ones are left out: books have to fit in a
@@ -79,8 +79,8 @@ class Booking(NamedTuple):
 
 
 class EnergyDrawn(msgspec.Struct, frozen=True, gc=False):
-    """The energy that a GPU drew evenly from one time to another. ``before_mj``: what of it is unobserved, and has no
-    row at its time, as that of the time until ``booked_ms``."""
+    """The energy that a GPU drew evenly from one time to another. ``before_mj`` is the part that it drew until
+    ``booked_ms``, or in hours in which it has no rows: no holder's, it is booked as unobserved."""
 
     start_ms: int
     end_ms: int

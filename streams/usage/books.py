@@ -16,8 +16,8 @@ from topics.topic import decoder, lenient
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
 FINAL_AFTER_MS = 20 * MINUTE_MS
-"""A minute is final after this time, which is longer than the producers' --buffer. So long at least a node is silent
-before its windows are closed without a tick."""
+"""A minute is final after this time, which is longer than the producers' --buffer. A node has to be silent for at least
+as long before its windows are closed without a tick."""
 
 FIELDS = (
     "device_ms", "slice_ms", "used_us", "idle_ms", "tensor_us", "energy_mj", "memory_byte_ms", "exact_ms", "late_ms",
@@ -111,6 +111,11 @@ class Books(UsageState, kw_only=True):
     accounts: dict[int, Account] = msgspec.field(default_factory=dict)
     meters: dict[str, Meter] = msgspec.field(default_factory=dict)
     hours: list[Hour] = msgspec.field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The later of two books of a node has the greater one."""
+        return self.logs, self.offset, self.booked_ms, self.final_ms
 
 
 decode = decoder(Books)

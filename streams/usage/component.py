@@ -89,27 +89,17 @@ class NodeBooks:
 
     def __init__(self, key: bytes, books: Books, policy: Accounting, durable: bytes | None = None) -> None:
         self.key, self.durable, self.keeper = key, durable, Bookkeeper(books, policy)
-        self._durable_order = () if durable is None else self.order
+        self._durable_order = () if durable is None else books.order
         self.fresh, self.writing, self.stale = True, False, False
         self.kept: deque[Slot] = deque()
         self.kept_s = 0.0
         self.due: list[Usage] = []
         self.sent: deque[bytes] = deque()
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The order of its books."""
-        return _order(self.keeper.books)
-
     def stored(self, value: bytes, order: tuple[int, ...]) -> None:
         """Note books that the broker has, of this worker or another one: the latest count."""
         if order >= self._durable_order:
             self.durable, self._durable_order = value, order
-
-
-def _order(books: Books) -> tuple[int, ...]:
-    """The key that sorts the books of a node: later books are greater."""
-    return books.logs, books.offset, books.booked_ms, books.final_ms
 
 
 class PartitionBooks(PartitionState):
@@ -168,12 +158,12 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             books = decode_record(decode_books, record.key, record.value)
             if node is None:
                 self._housekeeping.check_place(partition.number, record.key)
-            if node is None or (node.fresh and _order(books) >= node.order):
+            if node is None or (node.fresh and books.order >= node.keeper.books.order):
                 partition.nodes[record.key] = NodeBooks(record.key, books, partition.policy, record.value)
                 partition.caught_up.attributed(books.offset)
             else:
-                node.stale |= _order(books) <= node.order
-                node.stored(record.value, _order(books))
+                node.stale |= books.order <= node.keeper.books.order
+                node.stored(record.value, books.order)
         self.app.finish(slot)
 
     def close_silent(self, partition: PartitionBooks) -> None:
@@ -226,7 +216,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         meanwhile, stop: what was not acknowledged is read again."""
         while epoch == self.epoch:
             records, node.due, node.stale = node.due, [], False
-            value, order, slots = encode(node.keeper.books), node.order, tuple(node.kept)
+            value, order, slots = encode(node.keeper.books), node.keeper.books.order, tuple(node.kept)
             node.kept.clear()
             minutes = [usage for usage in records if usage.end_ms - usage.start_ms == MINUTE_MS]
             hours = [usage for usage in records if usage.end_ms - usage.start_ms != MINUTE_MS]

@@ -197,8 +197,8 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def forget_ms(self) -> int:
-        """After how long a device that is missing is forgotten. If that is not after an alert about it fires, it is
-        counted from then on."""
+        """After how long a missing device is forgotten. If an alert about it would not have fired by then, the time is
+        counted from that alert on."""
         missing = [(rule.for_ms, rule.forget_ms) for rule in self.of("missing")]
         return max(
             [forget_ms if forget_ms > for_ms else for_ms + forget_ms for for_ms, forget_ms in missing], default=0
