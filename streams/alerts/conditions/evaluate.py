@@ -28,7 +28,7 @@ from topics.idleness import Work, work_of
 Check = Callable[[Rule, View, list[Finding]], None]  # adds a rule's findings on a device to the list
 _MAX_PLANS = 1000  # cached at most: a state is any text, of which a later version may have many
 BLIND_MS = 600_000  # for so long after a device went missing, its conditions have no evidence; then they do not hold
-_EMPTY_MEMORY, _EMPTY_DEVICE = Memory(), DeviceMemory()
+_EMPTY_DEVICE = DeviceMemory()
 
 _JUDGED_METRICS: dict[Kind, tuple[str, ...]] = {
     "row_remap_failure": ("row_remap_failure",),
@@ -72,7 +72,7 @@ def is_gone(remembered: DeviceMemory, now_ms: int) -> bool:
     return bool(remembered.missing_ms) and now_ms - remembered.missing_ms > BLIND_MS
 
 
-def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _EMPTY_MEMORY) -> str:
+def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory) -> str:
     """Why a condition does not hold any more, as a value of ``resolved_because``."""
     rule = rules.by_name.get(condition.name)
     if rule is None:

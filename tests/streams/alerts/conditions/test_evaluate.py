@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from streams.alerts.conditions.evaluate import resolve_reason
+from streams.alerts.memory import Memory
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import KINDS
@@ -435,25 +436,20 @@ def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
     ],
 )
 def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, reason: str) -> None:
-    by = overlay(text)
-    assert (
-        resolve_reason(by, after, Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0))
-        == reason
-    )
+    idle = Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0)
+    assert resolve_reason(overlay(text), after, idle, Memory()) == reason
 
 
 def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
     for pod, reason in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
         after = tick(1, device(0, pod, busy=0.9))
-        assert (
-            resolve_reason(DEFAULTS, after, Tracked(name="GPUHeldIdle", device=gpu(0), key="ml/bert-0", since_ms=0))
-            == reason
-        )
+        idle = Tracked(name="GPUHeldIdle", device=gpu(0), key="ml/bert-0", since_ms=0)
+        assert resolve_reason(DEFAULTS, after, idle, Memory()) == reason
 
 
 def test_a_condition_of_a_device_ends_whoever_holds_the_device() -> None:
-    after = tick(1, device(0))
-    assert resolve_reason(DEFAULTS, after, Tracked(name="GPULost", device=gpu(0), since_ms=0)) == "condition"
+    lost = Tracked(name="GPULost", device=gpu(0), since_ms=0)
+    assert resolve_reason(DEFAULTS, tick(1, device(0)), lost, Memory()) == "condition"
 
 
 def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
