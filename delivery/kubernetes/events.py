@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from topics.times import rfc3339
+
 _LONGEST_MESSAGE = 1024  # the API server refuses a longer one
 
 
@@ -11,7 +13,7 @@ def warning(
     name: str, about: Mapping[str, str], now: datetime, *, reason: str, text: str, controller: str
 ) -> dict[str, Any]:
     """An Event. ``about`` is the object: its apiVersion, kind, name, namespace and uid. ``now`` is in UTC."""
-    timestamp = f"{now:%Y-%m-%dT%H:%M:%SZ}"
+    timestamp = rfc3339(now)
     return {
         "apiVersion": "v1",
         "kind": "Event",

@@ -6,12 +6,11 @@ that values are rounded to them here: 0.9000000001 is 900m, not 901m.
 """
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from sinks.metrics_api.holdings import SERVED
 from sinks.metrics_api.selectors import Selector
-from topics.times import MAX_TIME_MS
+from topics.times import rfc3339, time_of
 
 GROUP = "custom.metrics.k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
@@ -94,8 +93,8 @@ def metric_values(version: str, metric: str, selector: Selector, values: Iterabl
             identifier: dict[str, Any] = {"metricName": metric, "selector": label_selector}
         else:
             identifier = {"metric": {"name": metric, "selector": label_selector}}
-        time = datetime.fromtimestamp(min(ts_ms, MAX_TIME_MS) // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        items.append({"describedObject": reference, **identifier, "timestamp": time, "value": quantity(value)})
+        reading = {"timestamp": rfc3339(time_of(ts_ms)), "value": quantity(value)}
+        items.append({"describedObject": reference, **identifier, **reading})
     return {"kind": "MetricValueList", "apiVersion": f"{GROUP}/{version}", "metadata": {}, "items": items}
 
 
