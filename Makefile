@@ -144,7 +144,7 @@ receivers: install ## the tests of remote write and dashboards with Mimir, Corte
 	tests/real/build/build receivers
 	set -e; for receiver in mimir cortex thanos victoria-metrics; do \
 	  GPUSTREAM_RECEIVER=$$receiver $(BIN)/pytest -n 0 tests/real/test_remote_write.py tests/real/test_alert_series.py \
-	    tests/real/test_dashboards.py $(ARGS); done
+	    tests/real/test_usage_series.py tests/real/test_dashboards.py $(ARGS); done
 
 keda: install ## the tests of scaling with KEDA itself, which it builds
 	tests/real/build/build keda
