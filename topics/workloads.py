@@ -111,6 +111,11 @@ class NodeWorkloads(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         tuple[UnwellDevice, ...], about("What is said of its devices that are not well. Most nodes have none.")
     ] = ()
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among the records of its node: the newest leader's last one counts."""
+        return self.epoch, self.seq
+
 
 TOPIC = Topic(
     name="gpu.workloads",

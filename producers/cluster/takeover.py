@@ -53,14 +53,14 @@ class PublishedNodes:
         except msgspec.DecodeError:
             return
         previous = self.nodes.get(record.node)
-        if record.cluster != self._cluster or (previous and (record.epoch, record.seq) <= previous.last):
+        if record.cluster != self._cluster or (previous and record.order <= previous.last):
             return
         pods = {pod.uid: pod for pod in record.pods}
         for uid, pod in previous.pods.items() if previous else ():
             if uid not in pods:  # to a reader, a pod that is missing has ended
                 ended_ms = record.ts_ms if pod.ended_ms is None else pod.ended_ms
                 pods[uid] = msgspec.structs.replace(pod, ended_ms=ended_ms)
-        self.nodes[record.node] = PublishedNode((record.epoch, record.seq), record.removed, pods)
+        self.nodes[record.node] = PublishedNode(record.order, record.removed, pods)
 
     def epoch_after(self, epoch: int) -> int:
         """``epoch``, or the next one after those that were published: readers ignore records of an older one. There may

@@ -245,7 +245,7 @@ def without_overlaps(lifetimes: Iterable[Lifetime]) -> list[Lifetime]:
 def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: int) -> KnownWorkloads:
     """What is known after a record that was logged at ``logged_ms``, which is never less than the previous record's.
     A record of an older epoch, or with an older or the same ``seq``, changes nothing."""
-    if known is not None and (record.epoch, record.seq) <= (known.epoch, known.seq):
+    if known is not None and record.order <= (known.epoch, known.seq):
         return known
 
     def with_value(history: History[Versions[T]], value: T) -> History[Versions[T]]:
