@@ -35,7 +35,7 @@ class Acl(NamedTuple):
 
 def of_component(spec: ComponentSpec) -> list[Acl]:
     topics_by_operation = {"Read": spec.uses.reads, "Write": spec.uses.writes, "Describe": spec.uses.describes}
-    acls = [acl for operation, names in topics_by_operation.items() if names for acl in _on_topics(operation, *names)]
+    acls = [acl for operation, names in topics_by_operation.items() for acl in _on_topics(operation, *names)]
     defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(spec.settings))}
     if "group" in defaults:
         acls.append(Acl("Read", "Group", str(defaults["group"]), prefixed=spec.group_of_each_receiver))
@@ -43,8 +43,8 @@ def of_component(spec: ComponentSpec) -> list[Acl]:
 
 
 def _on_topics(operations: str, *names: str) -> list[Acl]:
-    """The ACLs for each of these operations on these topics; without names on every topic."""
-    return [Acl(operation, "Topic", name) for operation in operations.split() for name in names or TOPICS]
+    """The ACLs for each of these operations on these topics."""
+    return [Acl(operation, "Topic", name) for operation in operations.split() for name in names]
 
 
 def of_components() -> dict[str, list[Acl]]:
@@ -61,8 +61,8 @@ def of_commands() -> dict[str, list[Acl]]:
     groups = [acl for acls in components.values() for acl in acls if acl.resource == "Group"]
     return {
         **components,
-        "topics create": _on_topics("Create Describe AlterConfigs"),
-        "topics list": _on_topics("Describe DescribeConfigs"),
+        "topics create": _on_topics("Create Describe AlterConfigs", *TOPICS),
+        "topics list": _on_topics("Describe DescribeConfigs", *TOPICS),
         "top": _on_topics("Read", "gpu.attributed", "gpu.alerts"),
         "rules test": _on_topics("Read", "gpu.attributed"),
         "alerts": _on_topics("Read", "gpu.alerts"),
@@ -74,11 +74,14 @@ def of_commands() -> dict[str, list[Acl]]:
             *_on_topics("Read", "gpu.attributed"),
             *_on_topics("Read Write", "gpu.usage", "gpu.usage-minutes"),
         ],
-        "doctor": [*_on_topics("Read DescribeConfigs"), *(acl._replace(operation="Describe") for acl in groups)],
+        "doctor": [
+            *_on_topics("Read DescribeConfigs", *TOPICS),
+            *(acl._replace(operation="Describe") for acl in groups),
+        ],
         "dead-letters list": _on_topics("Read", DEAD_LETTERS),
-        "dead-letters show": _on_topics("Read"),
+        "dead-letters show": _on_topics("Read", *TOPICS),
         "dead-letters resubmit": [
-            *_on_topics("Read Write"),
+            *_on_topics("Read Write", *TOPICS),
             Acl("Write", "TransactionalId", "gpustream-dead-letters"),
         ],
     }
