@@ -97,6 +97,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def printable(text: object, replacement: str = "?") -> str:
+    """A text without control characters, on which a terminal would act: records are not to be trusted."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(character if character.isprintable() else replacement for character in shown)
+
+
 def name(text: str) -> str:
     """The name of a cluster or a node: 1-253 of ``A-Z a-z 0-9 . _ -``."""
     if not _NAME.fullmatch(text):

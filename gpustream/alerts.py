@@ -19,10 +19,10 @@ from click.core import ParameterSource
 from delivery.connection import Connection
 from delivery.policies import ALERTS, IDLE_AFTER, Bounds, parse_policy
 from delivery.settings import READABLE_FILE
-from delivery.values import duration_words
+from delivery.values import duration_words, printable
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
-from gpustream.output import answer, json_lines, json_text, printable, second, show
+from gpustream.output import answer, json_lines, json_text, second, show
 from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
 from streams.alerts.rules import rules_file
@@ -82,7 +82,7 @@ async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> 
         async for records in reader.records(await reader.spans(workloads.TOPIC.name)):
             for record, node in history.decoded(records, _decode_workloads, log):
                 known = nodes.get(record.key)
-                if known is None or (node.epoch, node.seq) >= (known.epoch, known.seq):
+                if known is None or node.order >= known.order:
                     nodes[record.key] = node
     rows = sorted(row for node in nodes.values() for row in policy_rows(node, bounds))
     if form == "json":

@@ -19,10 +19,10 @@ import orjson
 
 from delivery.instruments import Instruments
 from delivery.settings import HOST_PORTS
-from delivery.values import counted
+from delivery.values import counted, printable
 from gpustream import command
 from gpustream.command import Command, logged, option, options, output_format
-from gpustream.output import FAILED, failed, printable
+from gpustream.output import FAILED, failed
 from producers import PRODUCERS
 from producers.node import instruments
 from producers.node.cgroups import ProcessOwners

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
+from delivery.values import printable
 from topics.times import epoch_ms, time_of
 
 R = TypeVar("R")
@@ -120,14 +121,6 @@ def fit(name: str, width: int) -> str:
     """A name cut to at most ``width`` characters, without those that a terminal would act on."""
     text = printable(name)
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def printable(text: object, replacement: str = "?") -> str:
-    """A text without control characters, on which a terminal would act: records are not to be trusted."""
-    shown = str(text)
-    if shown.isprintable():
-        return shown
-    return "".join(character if character.isprintable() else replacement for character in shown)
 
 
 def second(at: datetime) -> str:

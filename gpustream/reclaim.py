@@ -24,9 +24,10 @@ from delivery.kubernetes.client import Client, Unreachable
 from delivery.kubernetes.credentials import ConfigError
 from delivery.sender import Sender, Unsendable
 from delivery.settings import READABLE_FILE
+from delivery.values import printable
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, output_format
-from gpustream.output import answer, json_lines, printable, second, show
+from gpustream.output import answer, json_lines, second, show
 from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import Objection, describe, unpatch, was_undone
 from sinks.reclaim.ledger import OVER

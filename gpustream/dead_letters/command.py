@@ -16,7 +16,7 @@ import msgspec
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
-from delivery.values import counted
+from delivery.values import counted, printable
 from gpustream import history
 from gpustream.command import (
     KAFKA,
@@ -42,7 +42,7 @@ from gpustream.dead_letters.letters import (
     original,
     refusal_reason,
 )
-from gpustream.output import FAILED, answer, failed, json_lines, json_text, printable, second, show
+from gpustream.output import FAILED, answer, failed, json_lines, json_text, second, show
 from topics import dead_letters as contract
 from topics.times import time_of
 from topics.topic import UNDECODABLE

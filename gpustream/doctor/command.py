@@ -17,12 +17,12 @@ import click
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, URL
-from delivery.values import counted
+from delivery.values import counted, printable
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, options, output_format
 from gpustream.doctor import checks
 from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.situation import CheckResult, Situation
-from gpustream.output import FAILED, answer, json_text, printable
+from gpustream.output import FAILED, answer, json_text
 from producers.cluster.config import ClusterSettings
 
 SCHEMA = 1

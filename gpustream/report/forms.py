@@ -12,10 +12,10 @@ from fractions import Fraction
 from html import escape
 from typing import NamedTuple
 
-from delivery.values import counted
+from delivery.values import counted, printable
 from gpustream.alerts import lasted
 from gpustream.history import utc
-from gpustream.output import aligned, printable
+from gpustream.output import aligned
 from gpustream.report.summary import AlertSums, Summary, ratio, shares
 from gpustream.usage.command import MJ_IN_KWH, format_number, percent
 from gpustream.usage.read import Range

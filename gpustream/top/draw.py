@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
+from delivery.values import printable
 from gpustream.alerts import lasted
 from gpustream.fleet import Device, Status
-from gpustream.output import printable
 from topics.times import MAX_TIME_MS
 
 Line = list[tuple[str, str]]

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from delivery.values import counted
+from delivery.values import counted, printable
 from gpustream import alerts
 from gpustream.alerts import AlertRow
 from gpustream.fleet import Device, Fleet, pods
-from gpustream.output import printable
 from topics.alerts import Alert
 
 LINE_EVERY_S = 5.0

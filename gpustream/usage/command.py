@@ -22,11 +22,11 @@ from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
-from delivery.values import counted
+from delivery.values import counted, printable
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, combined, option, output_format
 from gpustream.history import utc
-from gpustream.output import FAILED, aligned, answer, cell, csv_lines, failed, json_text, printable, written
+from gpustream.output import FAILED, aligned, answer, cell, csv_lines, failed, json_text, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from delivery.values import counted, duration_words
+from delivery.values import counted, duration_words, printable
 from streams.alerts.conditions.finding import Facts, Finding, held_memory, sole_pod
 from streams.alerts.memory import DeviceMemory, Memory, PodMemory
 from streams.alerts.rules import rules_file
@@ -160,9 +160,7 @@ def _make_labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str,
 def clean(value: str) -> str:
     """A value that any receiver accepts, and shows as text: valid UTF-8, not too long, without control characters, and
     without that by which chats know links and mentions: tenants write owners' names and values of policies."""
-    text = value.translate(_INERT).replace("](", "] (")
-    if not text.isprintable():
-        text = "".join([character if character.isprintable() else "?" for character in text])
+    text = printable(value.translate(_INERT).replace("](", "] ("))
     return text.encode()[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
 
