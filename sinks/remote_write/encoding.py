@@ -105,21 +105,16 @@ def planned(
         tick = groups[start : start + len(numbers)]
         same_sets = numbers == tuple([group.series.number for group in tick])
         if plan is None or made_on is not basis or not same_sets or any(group.ts_ms != ts_ms for group in tick):
-            tick = _tick_at(groups, start)
+            end = start + 1
+            while first.node is not None and end < len(groups):
+                if (groups[end].ts_ms, groups[end].series.node) != (ts_ms, first.node):
+                    break
+                end += 1
+            tick = groups[start:end]
             plan = make([group.series for group in tick], width)
             first.cache[key, width] = tuple([group.series.number for group in tick]), basis, plan
         yield plan, tick
         start += len(tick)
-
-
-def _tick_at(groups: Sequence[SampleGroup], start: int) -> Sequence[SampleGroup]:
-    """The group at ``start`` and those behind it that are of the same tick."""
-    first, end = groups[start], start + 1
-    while first.series.node is not None and end < len(groups):
-        if groups[end].ts_ms != first.ts_ms or groups[end].series.node != first.series.node:
-            break
-        end += 1
-    return groups[start:end]
 
 
 def samples(groups: Sequence[SampleGroup]) -> tuple[bytes, ...]:

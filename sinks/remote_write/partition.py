@@ -116,7 +116,10 @@ class RemoteWritePartition:
             if finished and not sending and (leaving or now_s - self._counted_s >= _COUNT_EVERY_S):
                 self._counted_s = now_s
                 for offset in finished:
-                    self._count(*self._finished.pop(offset))
+                    outcome, why, sample, counts = self._finished.pop(offset)
+                    for (name, *labels), number in counts.items():
+                        self._shared.instruments.counter(name, *labels).inc(number)
+                    self._shared.outcomes.finish(outcome, why, sample)
                 yield finished[-1] + 1
             elif sending or (self._is_full() and not leaving):
                 await set_within(self._moved, _COUNT_EVERY_S)
@@ -284,12 +287,6 @@ class RemoteWritePartition:
         bare = sample and msgspec.structs.replace(sample, devices=())
         self._finished[slot.offset] = outcome, why, bare, counts
         self._ledger.finish(slot)
-
-    def _count(self, outcome: Outcome, why: str, sample: SeriesTick | None, counts: Counts) -> None:
-        """Count a record and its values by outcome."""
-        for (name, *labels), number in counts.items():
-            self._shared.instruments.counter(name, *labels).inc(number)
-        self._shared.outcomes.finish(outcome, why, sample)
 
 
 def _counts(tick: NodeTick, result: Delivered) -> Counts:

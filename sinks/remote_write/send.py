@@ -22,7 +22,7 @@ from cramjam import snappy
 from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
-from sinks.receiver import MAX_RETRY_AFTER_S, Http, pause
+from sinks.receiver import BACKOFF_FIRST_S, MAX_RETRY_AFTER_S, Http, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.encoding import varint
@@ -40,7 +40,6 @@ SERVER_ERRORS = 5
 """After this many answers of 500, 401, 403 and so on in a row, while others are accepted, the request is to blame."""
 
 _COUNT = re.compile(r"[0-9]{1,18}")
-_BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 5.0
 _PROBE_FIRST_S = 10.0
 _PROBE_MAX_S = 60.0
@@ -114,7 +113,7 @@ class RemoteWriteSender:
         protocol: Literal["auto", "1.0", "2.0"],
         instruments: Instruments,
         *,
-        first_s: float = _BACKOFF_FIRST_S,
+        first_s: float = BACKOFF_FIRST_S,
         probe_s: float = _PROBE_FIRST_S,
     ) -> None:
         self._post, self._instruments, self._first_s, self._probe_s = post, instruments, first_s, probe_s
