@@ -135,7 +135,9 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
         if (change := _change_of_pod(name, pod, firing)) is not None:
             return Objection("changed", change)
         for obj in filter(None, (pod, *facts.owners[name], facts.workload)):
-            for annotations in _annotations(obj):
+            template = (obj.get("spec") or {}).get("template") or {}  # it may not have made its pods by that yet
+            for part in (obj, template):
+                annotations = (part.get("metadata") or {}).get("annotations") or {}
                 if (reason := opted_out(annotations, inherited, idle_ms)) is not None:
                     return Objection("opted_out", f"{_named(obj)} is left alone: {reason}")
     chains = list(facts.owners.values())
@@ -148,12 +150,6 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     if isinstance(plan, Objection) or firing.partly:
         return plan
     return plan if kind == "event" else _unknown_pods(chains) or plan
-
-
-def _annotations(obj: Json) -> list[Json]:
-    """The annotations of an object, and of its template, by which it may not have made its pods yet."""
-    template = (obj.get("spec") or {}).get("template") or {}
-    return [(part.get("metadata") or {}).get("annotations") or {} for part in (obj, template)]
 
 
 def _unknown_pods(chains: Sequence[Sequence[Json]]) -> Objection | None:
@@ -211,17 +207,12 @@ def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | N
     if len({chain[level]["metadata"]["uid"] for chain in chains if len(chain) > level}) > 1:
         return Objection("several_owners", f"the pods of the alert belong to several of {obj['kind']}")
     if kind == "scale":
-        if _deletes_volumes(obj["spec"]):
+        claims = obj["spec"].get("persistentVolumeClaimRetentionPolicy") or {}
+        if claims.get("whenScaled") == "Delete" and obj["spec"].get("volumeClaimTemplates"):
             return Objection("unsupported", f"{_named(obj)} would lose its volumes: whenScaled of its claims is Delete")
         replicas = obj["spec"].get("replicas", 1)
         return _change(obj, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
     return _change(obj, {"suspend": True}, is_done=obj["spec"].get("suspend") is True)
-
-
-def _deletes_volumes(spec: Json) -> bool:
-    """Whether the volumes of a StatefulSet are deleted when it is scaled down: nothing would give them back."""
-    policy = spec.get("persistentVolumeClaimRetentionPolicy") or {}
-    return policy.get("whenScaled") == "Delete" and bool(spec.get("volumeClaimTemplates"))
 
 
 def _is_of(obj: Json, kinds: Sequence[tuple[str, str]]) -> bool:

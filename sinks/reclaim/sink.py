@@ -129,7 +129,9 @@ class ReclaimPartition:
         is not known is left alone. Returns why an action is left open, if one is: the alerts do not wait for it."""
         failure: Unreachable | None = None
         for action in self._reclaimer.ledger.unsettled():
-            if action.fingerprint not in self._known or not _is_known(action):
+            target = None if action.action == "event" else action.target
+            is_known = action.action in KINDS and (target is None or is_read(target))  # a later version may have others
+            if action.fingerprint not in self._known or not is_known:
                 continue
             if action.state == "intended":
                 try:
@@ -181,12 +183,6 @@ class ReclaimPartition:
                 whole_ms, revision = before.whole_ms, before.revision
         self._watched[alert.fingerprint] = Watched(alert, fired_ms, whole_ms, revision, at_ms)
         return is_new
-
-
-def _is_known(action: Action) -> bool:
-    """Whether the kind of an action, and of the object that it changes, is known: a later version may have others."""
-    target = None if action.action == "event" else action.target
-    return action.action in KINDS and (target is None or is_read(target))
 
 
 class ReclaimSink:
