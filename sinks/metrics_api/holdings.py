@@ -11,7 +11,7 @@ utilization, memory and power, and none of its other metrics. NVML has no utiliz
 in which its engines were busy stands for it. :data:`SERVED` says how values of several devices or pods are combined.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -157,19 +157,13 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
                 parts = next((holder.parts for holder in containers if holder.parts is not None), Parts())
                 metrics = {key: getattr(parts, name) for key, name in _PARTS.items()}
             values = {key: float(max(-_MOST, min(value, _MOST))) for key, value in metrics.items() if value is not None}
-            workloads = frozenset(owner for holder in containers for owner in _owners(holder))
-            holding = Holding(pod.pod, pod.pod_uid, workloads, labels, values, tick.ts_ms)
+            owners = {(top.kind, top.name) for holder in containers if (top := holder.workload) is not None}
+            for holder in containers:
+                named = (("Job", holder.job), ("StatefulSet", holder.statefulset), ("Deployment", holder.deployment))
+                owners |= {(kind, name) for kind, name in named if name is not None}
+            holding = Holding(pod.pod, pod.pod_uid, frozenset(owners), labels, values, tick.ts_ms)
             by_namespace.setdefault(pod.namespace, []).append(holding)
     return by_namespace
-
-
-def _owners(holder: TickHolder) -> Iterator[tuple[str, str]]:
-    """The kind and name of each known owner."""
-    if holder.workload is not None:
-        yield holder.workload.kind, holder.workload.name
-    for kind, name in (("Job", holder.job), ("StatefulSet", holder.statefulset), ("Deployment", holder.deployment)):
-        if name is not None:
-            yield kind, name
 
 
 # -- the fleet
