@@ -75,13 +75,23 @@ def parse_csv(text: str) -> tuple[Counter, ...]:
     """The rows of a CSV file. Raises CountersError."""
     errors: list[LineError] = []
     counters: list[Counter] = []
-    for line, columns in _records(text, errors):
+    lines = text.replace("\r\n", "\n").removesuffix("\r").split("\n")
+    number = 0
+    while number < len(lines):
+        line = number = number + 1
+        if not lines[line - 1] or lines[line - 1].startswith("#"):
+            continue
+        try:
+            columns, number = _columns(lines, line - 1)
+        except ValueError as error:
+            errors.append(LineError(line, str(error)))
+            continue
         if len(columns) != _COLUMNS:
             surplus = ": a help with a comma needs quotes around it" if len(columns) > _COLUMNS else ""
             count = "1 column" if len(columns) == 1 else f"{len(columns)} columns"
             errors.append(LineError(line, f"has {count}, not name, type and help{surplus}"))
             continue
-        name, kind, help_text = columns
+        name, kind, help_text = (column.strip(" ") for column in columns)
         errors += [LineError(line, text) for text in _row_errors(name, kind)]
         counters.append(Counter(line, name, kind, help_text))
     if not counters and not errors:
@@ -98,23 +108,6 @@ def _row_errors(name: str, kind: str) -> Iterator[str]:
     if kind not in TYPES + OLDER_TYPES:
         tab = ": only spaces around it are cut, tabs are not" if kind.strip() in TYPES else ""
         yield f"has the type {kind!r}, which is none of {', '.join(TYPES)}{tab}"
-
-
-def _records(text: str, errors: list[LineError]) -> Iterator[tuple[int, list[str]]]:
-    """The columns of each row with the number of its first line; rows that can't be read are added to ``errors``."""
-    lines = text.replace("\r\n", "\n").removesuffix("\r").split("\n")
-    number = 0
-    while number < len(lines):
-        start = number
-        number += 1
-        if not lines[start] or lines[start].startswith("#"):
-            continue
-        try:
-            columns, number = _columns(lines, start)
-        except ValueError as error:
-            errors.append(LineError(start + 1, str(error)))
-            continue
-        yield start + 1, [column.strip(" ") for column in columns]
 
 
 def _columns(lines: Sequence[str], start: int) -> tuple[list[str], int]:

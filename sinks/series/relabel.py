@@ -298,28 +298,8 @@ class Relabelling:
         """Relabel a set. ``meta``: the labels that only rules see. Labels that all series share become the set's."""
         if not self:
             return Relabelled(series, None, _NONE_WITHHELD)
-        return self._relabel_set(series, meta) or self._relabel_rows(series, meta)
-
-    def _relabel_set(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled | None:
-        """Relabel all series of a set together; None if a rule may read or change a label in which they differ."""
-        row_names = {name for row in series.rows for name, _ in row.labels}
-        if any(self._touches(name) for name in (METRIC_NAME, *row_names)):
-            return None
-        new = self._new_labels({METRIC_NAME: _ANY_NAME, **meta, **dict(series.labels)})
-        if isinstance(new, str):
-            return Relabelled(SeriesSet((), (), series.subject), (), {new: len(series.rows)})
-        if new.pop(METRIC_NAME) != _ANY_NAME or not row_names.isdisjoint(new):
-            return None
-        return Relabelled(SeriesSet(tuple(new.items()), series.rows, series.subject), None, _NONE_WITHHELD)
-
-    def _touches(self, name: str) -> bool:
-        """Whether any rule may read or change a label of this name."""
-        if name not in self._touched:
-            rules = [rule for group in self._rules for rule in group.rules]
-            self._touched[name] = any(_touches(rule, name) for rule in rules)
-        return self._touched[name]
-
-    def _relabel_rows(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled:
+        if (together := self._relabel_set(series, meta)) is not None:
+            return together
         labels_by_row: dict[int, dict[str, str]] = {}
         withheld: Counter[Withheld] = Counter()
         for number, row in enumerate(series.rows):
@@ -341,6 +321,25 @@ class Relabelling:
         rows = self._unique_rows.setdefault(tuple(new_rows), tuple(new_rows))
         kept = tuple(labels_by_row) if withheld else None
         return Relabelled(SeriesSet(tuple(sorted(shared)), rows, series.subject), kept, withheld)
+
+    def _relabel_set(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled | None:
+        """Relabel all series of a set together; None if a rule may read or change a label in which they differ."""
+        row_names = {name for row in series.rows for name, _ in row.labels}
+        if any(self._touches(name) for name in (METRIC_NAME, *row_names)):
+            return None
+        new = self._new_labels({METRIC_NAME: _ANY_NAME, **meta, **dict(series.labels)})
+        if isinstance(new, str):
+            return Relabelled(SeriesSet((), (), series.subject), (), {new: len(series.rows)})
+        if new.pop(METRIC_NAME) != _ANY_NAME or not row_names.isdisjoint(new):
+            return None
+        return Relabelled(SeriesSet(tuple(new.items()), series.rows, series.subject), None, _NONE_WITHHELD)
+
+    def _touches(self, name: str) -> bool:
+        """Whether any rule may read or change a label of this name."""
+        if name not in self._touched:
+            rules = [rule for group in self._rules for rule in group.rules]
+            self._touched[name] = any(_touches(rule, name) for rule in rules)
+        return self._touched[name]
 
     def group(self, group: SampleGroup) -> SampleGroup | None:
         """Relabel the samples of a set; None if all of them are dropped."""
