@@ -263,24 +263,20 @@ class RemoteWritePartition:
                 await self._shared.letters.write(read.record, why, abandon)
                 if read.slot.epoch != self._ledger.epoch:
                     return
-            if result:
+            counts: Counts = {}
+            if tick and result:
                 self._shared.deliverer.leave_out(result)
-            counts = self._settle_tick(tick, result, read.read_s) if tick and result else {}
+                if self._series.verdict(tick.sample) == "new_log":
+                    self._shared.outcomes.new_log(self._tp.partition)
+                whole, accepted = not (result.refused or result.left_out), not result.nothing_of(tick.groups)
+                self._series.settle(tick, read.read_s or time.monotonic(), accepted=accepted, whole=whole)
+                counts = _counts(tick, result)
             self._enqueued -= 1
             of_earlier: Outcome = "delivered" if outcome == "dead_lettered" else outcome
             for slot, sample in read.earlier:
                 self._finish(slot, of_earlier, why, sample, {})
             self._finish(read.slot, outcome, why, read.sample, counts)
             self._progress.move(read, self._queue.clock_s())
-
-    def _settle_tick(self, tick: NodeTick, result: Delivered, read_s: float) -> Counts:
-        """Update the node's open series by the result of a tick. Returns what it adds to the counters."""
-        if self._series.verdict(tick.sample) == "new_log":
-            self._shared.outcomes.new_log(self._tp.partition)
-        whole = not (result.refused or result.left_out)
-        accepted = not result.nothing_of(tick.groups)
-        self._series.settle(tick, read_s or time.monotonic(), accepted=accepted, whole=whole)
-        return _counts(tick, result)
 
     def _finish(self, slot: Slot, outcome: Outcome, why: str, sample: SeriesTick | None, counts: Counts) -> None:
         """Note that a record is finished. It is counted when all before it are."""
