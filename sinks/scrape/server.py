@@ -44,7 +44,19 @@ def serving(
         except GivenUp as error:
             raise web.HTTPServiceUnavailable(text="stopping\n") from error
         packed = gzip_accepted(",".join(request.headers.getall("Accept-Encoding", [])))
-        return await _answer(request, headers, body, packed=packed)
+        coding = {"Content-Encoding": "gzip", "Content-Length": str(len(body))} if packed else {}
+        response = web.StreamResponse(headers=headers | coding)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await response.prepare(request)
+                for piece in pieces(body, packed=packed):
+                    await response.write(piece)
+                await response.write_eof()
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionAbortedError("the client does not take the answer") from error
+        return response
 
     async def elsewhere(request: web.Request) -> web.Response:
         if request.path in ("/", "/metrics"):
@@ -53,20 +65,3 @@ def serving(
 
     routes = [web.get("/", root), web.get("/metrics", metrics), web.route("*", "/{elsewhere:.*}", elsewhere)]
     return http_server.listening(routes, address, option="--scrape-listen", closing=renderings.close)
-
-
-async def _answer(request: web.Request, headers: dict[str, str], body: bytes, *, packed: bool) -> web.StreamResponse:
-    """Send a rendering, ``packed`` or as text. Raises ConnectionAbortedError if the client does not take it in time."""
-    coding = {"Content-Encoding": "gzip", "Content-Length": str(len(body))} if packed else {}
-    response = web.StreamResponse(headers=headers | coding)
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            await response.prepare(request)
-            for piece in pieces(body, packed=packed):
-                await response.write(piece)
-            await response.write_eof()
-    except TimeoutError as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionAbortedError("the client does not take the answer") from error
-    return response

@@ -248,12 +248,11 @@ class ScrapeSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
-        relabelling, by_pod = settings.relabelling(), settings.parts_by_pod
         translator = Translator(
             settings.profiles(),
             settings.max_labels,
-            relabelling=relabelling,
-            by_pod=by_pod,
+            relabelling=settings.relabelling(),
+            by_pod=settings.parts_by_pod,
             on_cut=self._instruments.counter("gpustream_scrape_labels_cut_total").inc,
         )
         shared = ScrapeShared(
