@@ -35,6 +35,14 @@ class Parts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     power_watts: Annotated[Number | None, about("The part of its power.", "W")] = None
 
 
+DIVIDED = {
+    "utilization_ratio": "gpu_utilization_ratio",
+    "memory_used_bytes": "memory_used_bytes",
+    "power_watts": "power_watts",
+}
+"""The metric of which each field of :class:`Parts` is a part."""
+
+
 class Holder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set.
 

@@ -19,7 +19,7 @@ import msgspec
 
 from delivery import replays
 from delivery.replays import LastTick, Verdict
-from topics.attributed import Parts, Workload, by_pod
+from topics.attributed import DIVIDED, Parts, Workload, by_pod
 from topics.catalogue import CATALOGUE
 from topics.samples import Mig, silent_after_s
 from topics.topic import Name, Number, UInt, Version, decoder
@@ -47,13 +47,6 @@ SERVED: dict[str, Combination] = {
 
 SUMMED = frozenset(key for key in SERVED if CATALOGUE[key].unit not in {"celsius", "hertz"})
 """The metrics of which a sum over pods has a meaning: that of a ratio is how many GPUs are used in all."""
-
-_PARTS = {
-    "gpu_utilization_ratio": "utilization_ratio",
-    "memory_used_bytes": "memory_used_bytes",
-    "power_watts": "power_watts",
-}
-"""The metrics of a shared device that each pod has a part of, and their names in its parts."""
 
 _MOST = 2.0**63
 """A larger value counts as this one: sums of values stay finite, and a producer may write any number."""
@@ -155,7 +148,7 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
                     metrics["gpu_utilization_ratio"] = metrics["graphics_engine_active_ratio"]
             else:
                 parts = next((holder.parts for holder in containers if holder.parts is not None), Parts())
-                metrics = {key: getattr(parts, name) for key, name in _PARTS.items()}
+                metrics = {key: getattr(parts, name) for name, key in DIVIDED.items()}
             values = {key: float(max(-_MOST, min(value, _MOST))) for key, value in metrics.items() if value is not None}
             owners = {(top.kind, top.name) for holder in containers if (top := holder.workload) is not None}
             for holder in containers:

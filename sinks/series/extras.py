@@ -30,7 +30,7 @@ from sinks.series.labels import (
 from sinks.series.metrics import NO_REST, row_of
 from sinks.series.model import Row, Rows, SeriesSet, Subject, Value
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice
-from topics.attributed import Holder, HoldingPod, pods_of
+from topics.attributed import DIVIDED, Holder, HoldingPod, pods_of
 from topics.catalogue import (
     CONFLICT,
     DEVICE_INFO,
@@ -238,13 +238,6 @@ def _holders_by_pod(pods: Pods, *, uids: bool) -> dict[PodName, list[Holder]]:
 
 # -- a shared device's metrics, by pod
 
-_DIVIDED = {
-    "utilization_ratio": "gpu_utilization_ratio",
-    "memory_used_bytes": "memory_used_bytes",
-    "power_watts": "power_watts",
-}
-"""The metrics of which pods have parts."""
-
 
 class PodPart(NamedTuple):
     """The metrics of a pod on a device; ``holder`` None: of whoever holds the device."""
@@ -289,4 +282,4 @@ def divide(held: HeldDevice, metrics: Metrics, values: SplitValues, *, uids: boo
 def _part(values: SplitValues, start: int) -> list[tuple[str, float]]:
     """The part that begins at an index, as metrics; unknown values are left out."""
     part = values[start : start + len(_QUANTITIES)]
-    return [(_DIVIDED[name], value) for name, value in zip(_QUANTITIES, part, strict=False) if value is not None]
+    return [(DIVIDED[name], value) for name, value in zip(_QUANTITIES, part, strict=False) if value is not None]
