@@ -336,9 +336,8 @@ class RetryBuffer:
 
     def head(self) -> WaitingTick | None:
         """The oldest tick, compressed or not; it stays in the buffer."""
-        return (
-            self._compressed_ticks[0] if self._compressed_ticks else self._plain_ticks[0] if self._plain_ticks else None
-        )
+        ticks = self._compressed_ticks or self._plain_ticks
+        return ticks[0] if ticks else None
 
     def push(self, tick: WaitingTick) -> list[WaitingTick]:
         """Add the newest tick; returns the ticks that were dropped because there was no room."""
@@ -376,6 +375,6 @@ class RetryBuffer:
         return self.bytes + self.in_flight_bytes > self.max_bytes
 
     def _pop_oldest(self) -> WaitingTick:
-        tick = self._compressed_ticks.popleft() if self._compressed_ticks else self._plain_ticks.popleft()
+        tick = (self._compressed_ticks or self._plain_ticks).popleft()
         self.bytes -= len(tick.value)
         return tick
