@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from prometheus_client import Counter
 
+from delivery.instruments import Instrument
 from delivery.kafka_errors import describe
 from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ApiConnection, ConfigError, CredentialSource
 from delivery.tasks import set_within
@@ -52,6 +53,12 @@ class Unreachable(Exception):
     def __init__(self, reason: Literal["connection", "tls", "timeout", "cut"], message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def requests_instrument(name: str) -> Instrument:
+    """The counter of a :class:`Client`'s requests, under its full name."""
+    text = "Requests to the API server by the answer's status, or connection, tls, timeout or cut if there was none."
+    return Instrument(name, "counter", text, ("code",))
 
 
 def can_be_read(api_version: str, name: str) -> bool:

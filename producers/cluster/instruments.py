@@ -1,6 +1,7 @@
 """What the cluster producer counts about itself, beside what every producer does."""
 
 from delivery.instruments import Instrument
+from delivery.kubernetes.client import requests_instrument
 
 EVENTS = "gpustream_cluster_watch_events_total"
 RESTARTS = "gpustream_cluster_watch_restarts_total"
@@ -43,6 +44,5 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(POLICY_EVENTS, "counter", "Events about what is wrong with annotations of pods and namespaces: written,"
                " there (it was written before), refused, again (the API server can't take it now: tried again).",
                ("result",)),
-    Instrument(API_REQUESTS, "counter", "Requests to the API server by the answer's status, or connection, tls,"
-               " timeout or cut if there was none.", ("code",)),
+    requests_instrument(API_REQUESTS),
 )  # fmt: skip

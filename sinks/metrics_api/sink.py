@@ -18,7 +18,7 @@ from functools import partial
 from delivery import clock
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
-from delivery.kubernetes.client import Client
+from delivery.kubernetes.client import Client, requests_instrument
 from delivery.positions import Back
 from delivery.tail import Tail
 from sinks import http_server, outcomes
@@ -54,12 +54,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     outcomes.delay_instrument(DELAY, "it is what is answered"),
     Instrument(NODES, "gauge", "Nodes whose last tick is not too old."),
     Instrument(REQUESTS, "counter", "Requests by the status of the answer.", ("code",)),
-    Instrument(
-        API_REQUESTS,
-        "counter",
-        "Requests to the API server by the answer's status, or connection, tls, timeout or cut if there was none.",
-        ("code",),
-    ),
+    requests_instrument(API_REQUESTS),
 )
 
 _READ_BACK = Back(STALE_S + 10.0, records=500)

@@ -16,18 +16,15 @@ On failure: :class:`~delivery.kubernetes.client.Unreachable`, or :class:`Denied`
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from delivery.kubernetes.client import Answer, Client, Unreachable, can_be_read, message
-from sinks.reclaim.decide import KUEUE, Facts, group_kind, pods_of
+from sinks.reclaim.decide import KUEUE, Facts, Json, group_kind, pods_of
 from topics.actions import Target
 from topics.alerts import Alert
 from topics.topic import UNDECODABLE
-
-Json = dict[str, Any]
 
 PLURALS = {
     ("", "Pod"): "pods",

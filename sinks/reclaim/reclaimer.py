@@ -19,7 +19,7 @@ import msgspec
 from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned, Record, until_abandoned
 from delivery.instruments import Instrument, Instruments
-from delivery.kubernetes.client import ApiHealth
+from delivery.kubernetes.client import ApiHealth, requests_instrument
 from delivery.policies import RECLAIM, OptIn, opt_in
 from delivery.values import duration_words
 from sinks import outcomes
@@ -28,6 +28,7 @@ from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import (
     Facts,
     Firing,
+    Json,
     Objection,
     Watched,
     WorkloadChange,
@@ -47,8 +48,6 @@ from topics.times import epoch_ms, time_of
 from topics.topic import decoder
 
 log = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 COMPONENT = "reclaim"
 ACTIONS = "gpustream_reclaim_actions_total"
@@ -80,12 +79,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
     Instrument(UNSETTLED, "gauge", "Actions that are planned, or intended and without an outcome."),
     Instrument(BUDGET, "gauge", "How many more actions the budget lets be done now, of each.", ("budget",)),
-    Instrument(
-        API_REQUESTS,
-        "counter",
-        "Requests to the API server by the answer's status, or connection, tls, timeout or cut if there was none.",
-        ("code",),
-    ),
+    requests_instrument(API_REQUESTS),
 )
 
 CHECK_S = 60.0
