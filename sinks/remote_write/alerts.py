@@ -45,7 +45,6 @@ _BEHIND_MS = 5_000
 
 _ROWS = (Row(ALERT_FIRING.name, (), "gauge", ALERT_FIRING.help, primary=False),)
 _ONE = (1.0,)
-_ALWAYS_KEPT = ("alertname", "severity", "fingerprint")
 
 
 @dataclass(slots=True)
@@ -178,7 +177,7 @@ def labels(alert: Alert, max_labels: int = MAX_LABELS) -> Labels:
             own = f"label_{own}"
         if own not in by_name and value:
             by_name[own] = value
-    kept = list(by_name.items())[: max(len(_ALWAYS_KEPT), max_labels - 1)]
+    kept = list(by_name.items())[: max(len(pairs), max_labels - 1)]
     return tuple(sorted((name, sanitised(value)) for name, value in kept))
 
 
