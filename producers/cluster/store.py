@@ -21,7 +21,7 @@ from producers.cluster.pods import Change, KnownPod, PodOwner, Pods
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent, checked_name
-from topics.workloads import MAINTENANCE, DraDevice, Pod, UnwellDevice
+from topics.workloads import MAINTENANCE, Pod
 
 JsonDict = dict[str, Any]
 _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)  # the annotations that pods inherit from their namespace
@@ -111,29 +111,24 @@ class Store:
             self._changed_nodes[node] = None
         taints_by_device = self.slices.of_node(node) if exists else {}
         dra = [msgspec.to_builtins(device) for device in taints_by_device]
-        unwell = [msgspec.to_builtins(device) for device in self._unwell(node, taints_by_device)] if exists else []
         admin_claims = self.claims.of_pools(self.slices.pools_of(node)) if exists else ()
         admin = [msgspec.to_builtins(claim) for claim in admin_claims]
+        unwell_devices = devices.tainted(taints_by_device, self.taint_rules.values())
+        uuids = {f"{device.driver}/{device.pool}/{device.device}": device.uuid for device in taints_by_device}
         rows = []
         for pod in self.pods.on_node(node):
+            for device in pod.unwell if exists and pod.ended_ms is None else ():
+                device_id = uuids.get(device.device_id, device.device_id)
+                unwell_devices[msgspec.structs.replace(device, device_id=device_id)] = None
             if pod.uid not in deferred or not exists:
                 chain = self._chain(pod)
                 self._published_pods.add(pod.uid)  # also with a complete chain: another owner may adopt the pod
                 ended_ms = removed_ms if pod.ended_ms is None else pod.ended_ms
                 rows.append(_row(pod, ended_ms, chain, self.namespaces.get(pod.namespace, _NO_NAMESPACE)))
+        unwell = [msgspec.to_builtins(device) for device in list(unwell_devices)[:MOST_UNWELL]]
         rows += [row for uid, row in self._inherited_rows.get(node, {}).items() if self.pods.get(uid) is None]
         fitting, shed = fit(rows, LARGEST_VALUE_BYTES - HEAD_BYTES - sum(map(_json_size, (dra, admin, labels, unwell))))
         return WorkloadsContent(labels or {}, fitting, dra, admin, not exists, shed, unwell)
-
-    def _unwell(self, node: str, taints_by_device: Mapping[DraDevice, Sequence[str]]) -> list[UnwellDevice]:
-        """The unwell devices of a node: those that are tainted, and those that a running pod's status reports."""
-        unwell = devices.tainted(taints_by_device, self.taint_rules.values())
-        uuids = {f"{device.driver}/{device.pool}/{device.device}": device.uuid for device in taints_by_device}
-        for pod in self.pods.on_node(node):
-            for device in pod.unwell if pod.ended_ms is None else ():
-                device_id = uuids.get(device.device_id, device.device_id)
-                unwell[msgspec.structs.replace(device, device_id=device_id)] = None
-        return list(unwell)[:MOST_UNWELL]
 
     def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
         """Add or update a pod; returns how many of its labels and annotations were cut or left out, 0 if as many as
