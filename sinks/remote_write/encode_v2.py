@@ -135,7 +135,9 @@ class Encoder:
                     if value not in symbols:
                         symbols[value] = len(symbols)
                         new_symbols.append(encoded)
-                last_plan, slices = plan, _label_slices(plan, [_ref(symbols[value], width) for value in plan.values])
+                labels, refs = plan.constants * 2, [_ref(symbols[value], width) for value in plan.values]
+                labels[::2], labels[1::2] = plan.constants, (*plan.references(refs), b"")
+                last_plan, slices = plan, plan.slices.unpack(b"".join(labels))
             series_bytes.append(_encode_tick(plan, tick, slices))
         return b"".join([bytes(self._constant_symbols), *new_symbols, *series_bytes])
 
@@ -159,14 +161,6 @@ class Encoder:
         pick = itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(len(picked)))  # always a sequence
         slices = Struct("".join([f"{size}s" for size in sizes]))
         return _PlanV2(shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
-
-
-def _label_slices(plan: _PlanV2, refs: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The encoded slices of all labels of a plan; ``refs`` has a reference for each of its values."""
-    labels = plan.constants * 2
-    labels[::2] = plan.constants
-    labels[1::2] = *plan.references(refs), b""
-    return plan.slices.unpack(b"".join(labels))
 
 
 def _encode_tick(plan: _PlanV2, tick: Sequence[SampleGroup], slices: Iterable[bytes]) -> bytes:

@@ -97,7 +97,12 @@ class RemoteWritePartition:
         When ``abandon`` is set, it waits for the requests in flight.
         """
         if records and abandon is not self._abandon:
-            self._begin(records[0], abandon)
+            self._forget()
+            self._tp, self._abandon = Partition(records[0].topic, records[0].partition), abandon
+            self._in_doubt_before = records[0].offset + _IN_DOUBT_RECORDS  # what was not committed may have been sent
+            self._ledger.begin({self._tp: records[0].offset})
+            self._series.distrust()
+            self._progress.at_end = True  # until a record of it is settled; requests in flight have their own progress
         for record in records:
             await self._shared.turns.next()  # all partitions may have got many at the same time
             if abandon.is_set():
@@ -165,15 +170,6 @@ class RemoteWritePartition:
         self._enqueued = 0
         self._ledger.forget()
         self._abandon = None
-
-    def _begin(self, first: Record, abandon: asyncio.Event) -> None:
-        """Go on from the first record of an assignment: what its last owner has not committed may have been sent."""
-        self._forget()
-        self._tp, self._abandon = Partition(first.topic, first.partition), abandon
-        self._in_doubt_before = first.offset + _IN_DOUBT_RECORDS
-        self._ledger.begin({self._tp: first.offset})
-        self._series.distrust()
-        self._progress.at_end = True  # until a record of it is settled; requests in flight have their own progress
 
     def _put(self, record: Record, abandon: asyncio.Event) -> None:
         """Put a record into its node's lane, unless it was finished before the partition was revoked."""
