@@ -49,16 +49,28 @@ class Ledger:
         """Add the next record of the log."""
         if action.cluster != self._cluster:
             return
-        self._fold(action, logged_ms)
+        granted = self._granted[budget_of(action.action)]
+        if not _is_late(action, self._last.get(action.id), is_granted=action.id in granted):
+            self._last[action.id] = action
+            self._unsettled.pop(action.id, None)
+            if action.state in ("intended", "planned"):
+                self._unsettled[action.id] = action
+            if action.state == "intended":
+                self._intentions[action.id] = action
+                at_ms = logged_ms if logged_ms > 0 else epoch_ms(action.at)
+                was_granted = granted.pop(action.id, -HOUR_MS) > at_ms - HOUR_MS
+                if was_granted or self.left(budget_of(action.action), at_ms) > 0:
+                    granted[action.id] = at_ms  # it may only be done now: its hour begins again
+            elif action.state == "refused" and action.target is not None and action.reason != "interrupted":
+                granted.pop(action.id, None)
         self._last_logged_ms.pop(action.id, None)
         self._last_logged_ms[action.id] = logged_ms
         while (oldest := next(iter(self._last_logged_ms.items())))[1] < logged_ms - KEPT_MS:
             for actions in (self._last, self._last_logged_ms, self._intentions, self._unsettled):
                 actions.pop(oldest[0], None)
-            for granted in self._granted.values():
-                granted.pop(oldest[0], None)
-        is_granted = action.id in self._granted[budget_of(action.action)]
-        self._read.append((action, is_granted and self._last[action.id].state not in OVER))
+            for of_budget in self._granted.values():
+                of_budget.pop(oldest[0], None)
+        self._read.append((action, action.id in granted and self._last[action.id].state not in OVER))
 
     def last(self, action: str) -> Action | None:
         """The last record of an action, by its id; None if there is none."""
@@ -90,23 +102,6 @@ class Ledger:
                 break
             recent += at_ms > now_ms - HOUR_MS
         return self._budgets[budget] - recent
-
-    def _fold(self, action: Action, logged_ms: int) -> None:
-        granted = self._granted[budget_of(action.action)]
-        if _is_late(action, self._last.get(action.id), is_granted=action.id in granted):
-            return
-        self._last[action.id] = action
-        self._unsettled.pop(action.id, None)
-        if action.state in ("intended", "planned"):
-            self._unsettled[action.id] = action
-        if action.state == "intended":
-            self._intentions[action.id] = action
-            at_ms = logged_ms if logged_ms > 0 else epoch_ms(action.at)
-            was_granted = granted.pop(action.id, -HOUR_MS) > at_ms - HOUR_MS
-            if was_granted or self.left(budget_of(action.action), at_ms) > 0:
-                granted[action.id] = at_ms  # it may only be done now: its hour begins again
-        elif action.state == "refused" and action.target is not None and action.reason != "interrupted":
-            granted.pop(action.id, None)
 
 
 def _is_late(action: Action, last: Action | None, *, is_granted: bool) -> bool:
