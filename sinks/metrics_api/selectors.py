@@ -72,20 +72,17 @@ def parse(text: str) -> Selector:
             raise SelectorError(
                 f"{text[position:][:80]!r} is no label selector: write key=value, key in (a,b), key, !key"
             )
-        requirements.append(_requirement(match))
-        position = match.end()
+        position, key = match.end(), match["key"] or match["lacking"]
+        if match["absent"]:
+            requirement = Requirement(key, "DoesNotExist")
+        elif match["equal"]:
+            requirement = Requirement(key, "NotIn" if match["equal"] == "!=" else "In", (match["value"],))
+        elif not match["set"]:
+            requirement = Requirement(key, "Exists")
+        else:
+            values = tuple(dict.fromkeys(value.strip() for value in match["values"].split(",")))
+            if invalid := [value for value in values if not _VALUE.fullmatch(value)]:
+                raise SelectorError(f"{invalid[0][:80]!r} can't be the value of a label")
+            requirement = Requirement(key, "In" if match["set"] == "in" else "NotIn", values)
+        requirements.append(requirement)
     return Selector(tuple(requirements))
-
-
-def _requirement(match: re.Match[str]) -> Requirement:
-    if match["absent"]:
-        return Requirement(match["lacking"], "DoesNotExist")
-    if match["equal"]:
-        return Requirement(match["key"], "NotIn" if match["equal"] == "!=" else "In", (match["value"],))
-    if not match["set"]:
-        return Requirement(match["key"], "Exists")
-    values = tuple(dict.fromkeys(value.strip() for value in match["values"].split(",")))
-    for value in values:
-        if not _VALUE.fullmatch(value):
-            raise SelectorError(f"{value[:80]!r} can't be the value of a label")
-    return Requirement(match["key"], "In" if match["set"] == "in" else "NotIn", values)
