@@ -173,8 +173,12 @@ class SimulatedFleet:
         while self._settings.stop_after_ticks is None or ticks < self._settings.stop_after_ticks:
             for phase_ms, index in order:
                 after_ms = read_ms.get(index, -1)  # a tick of the same millisecond would begin another run
-                if not await self._wait(stop, max(number * interval_ms + phase_ms, after_ms + 1)):
+                due_ms = max(number * interval_ms + phase_ms, after_ms + 1)
+                while (now_ms := self._clock.elapsed_ms()) < due_ms and not stop.is_set():
+                    await set_within(stop, (due_ms - now_ms) / 1000)
+                if stop.is_set():
                     return
+                await asyncio.sleep(0)
                 node, publisher = self._nodes[index], self._publishers[index]
                 elapsed_ms = read_ms[index] = self._clock.elapsed_ms()
                 reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
@@ -191,16 +195,6 @@ class SimulatedFleet:
             if late > 0:
                 self._instruments.counter(MISSED).inc(late * len(order))
             number += 1 + max(0, late)
-
-    async def _wait(self, stop: asyncio.Event, due_ms: int) -> bool:
-        """Wait for ``due_ms`` since the start; False if the stop comes first."""
-        while not stop.is_set():
-            elapsed_ms = self._clock.elapsed_ms()
-            if elapsed_ms >= due_ms:
-                await asyncio.sleep(0)
-                return True
-            await set_within(stop, (due_ms - elapsed_ms) / 1000)
-        return False
 
     async def _publish_news(self) -> None:
         due = [(0, index) for index in range(len(self._nodes))]
