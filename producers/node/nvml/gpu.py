@@ -231,9 +231,12 @@ class PhysicalGpu:
 
     def _devices(self, process_kinds: dict[int, str]) -> list[dict[str, Any]]:
         """The devices of this tick, without the MIG devices whose handle belongs to another one by now. If the MIG mode
-        may have changed, the MIG devices are listed at once. In MIG mode, only they have processes. Raises GpuLost."""
+        may have changed, the MIG devices are listed at once. In MIG mode, only they have processes. Raises GpuLost,
+        also if the GPU answers every call with an error."""
         gpu_device = self._gpu_device
         metrics = gpu_device.metrics.values()
+        if gpu_device.metrics.failure is not None:
+            raise gpu_device.metrics.failure
         if gpu_device.metrics.mig_mode_may_have_changed:
             self._list_mig_devices()
             if self._gpu_device is not gpu_device:

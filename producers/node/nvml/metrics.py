@@ -21,6 +21,7 @@ from producers.node.nvml.calls import (
     FailedCall,
     GpuLost,
     LeftOut,
+    NotReturned,
     Support,
     error_of,
     is_refused,
@@ -84,12 +85,13 @@ class Metrics:
         self._unavailable: set[str] = set()
         self.mig_mode_may_have_changed = False
         """Whether a call that had succeeded before was refused in the last reading: MIG may have been switched on."""
+        self.failure: GpuLost | None = None
+        """A call that failed in the last reading, if no other has answered."""
 
     def values(self) -> dict[str, float]:
-        """The values of this moment. Raises GpuLost, also if every call only answers that a reset is needed."""
+        """The values of this moment. Raises GpuLost."""
         values: dict[str, float] = {}
-        self._reset_required: GpuLost | None = None
-        self._answers = 0
+        self.failure, self._answers = None, 0
         self._failures.clear()
         self.mig_mode_may_have_changed = False
         if self._support.begin_reading():
@@ -102,8 +104,8 @@ class Metrics:
             pending = self._make_plan(unsupported)
             if unsupported:
                 self._plan = self._make_plan(table.TABLE)
-        if self._reset_required is not None and not self._answers:
-            raise self._reset_required
+        if self._answers:
+            self.failure = None
         total = values.get("memory_total_bytes", 0)
         for key in _MEMORY_PARTS:  # none can be larger than the total
             if key in values and (values[key] > total or not total):
@@ -293,8 +295,8 @@ class Metrics:
             return self._mark_refused(row_sources, FailedCall(name, error.name))
         self._calls.count(name, error.name)
         self._failures.update({row_source.row.key: FailedCall(name, error.name) for row_source in row_sources})
-        if error.code == binding.RESET_REQUIRED:
-            self._reset_required = GpuLost(name, error)
+        if error.code != binding.NOTHING_FILLED_IN and not isinstance(error, NotReturned):
+            self.failure = self.failure or GpuLost(name, error)
         return ()
 
     def _mark_refused(self, row_sources: Sequence[RowSource], failed_call: FailedCall) -> Iterable[table.Row]:

@@ -126,6 +126,27 @@ def test_a_gpu_that_needs_a_reset_is_lost_and_gets_one_call() -> None:
     assert bench.nvml.call_counts.total() == 1
 
 
+@pytest.mark.parametrize("code", [binding.UNKNOWN, binding.TIMEOUT, binding.NO_PERMISSION])
+def test_a_gpu_that_answers_every_call_with_an_error_is_lost_until_one_answers(code: int) -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-1"))
+    assert bench.uuids() == ["GPU-0", "MIG-1"]
+    bench.gpu.error = code
+    for _ in range(2):
+        reading = bench.read()
+        assert (str(reading.lost), list(reading.devices)) == (f"{NvmlError(code)} (nvmlDeviceGetUtilizationRates)", [])
+    bench.gpu.error = None
+    bench.gpu.fail("nvmlDeviceGetUtilizationRates", code)
+    assert bench.uuids() == ["GPU-0", "MIG-1"]
+
+
+def test_a_mig_device_that_answers_every_call_with_an_error_is_no_loss_of_its_gpu() -> None:
+    bench = Bench()
+    bench.gpu.cut(mig_device := part("MIG-1"))
+    mig_device.fail("nvmlDeviceGetMemoryInfo", binding.UNKNOWN)
+    assert bench.uuids() == ["GPU-0", "MIG-1"]
+
+
 def test_mig_devices_follow_their_gpu_with_their_own_values() -> None:
     bench = Bench()
     bench.gpu.cut(
