@@ -23,18 +23,20 @@ HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80  # bits of clock_event
 def xid(rule: Rule, view: View, findings: list[Finding]) -> None:
     """The XID errors since the last tick, by code. Those of programs are also by the pod that held the device alone.
 
-    The producer counts them; errors that it does not count are counted by their events. In the first tick of a node
-    earlier errors of the producer's run are left out: it is not known when they came.
+    The producer counts them; errors that it does not count are counted by their events. In the first tick of a node,
+    and in that of a run, earlier errors are left out: it is not known when they came, and a producer whose clock is set
+    back begins a run and goes on counting.
     """
     device, memory = view.device, view.memory_before
     if not device.xids and not device.events:
         return
     events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
     last_counts = memory.xid_counts(device.uuid, view.tick.run_id)
+    is_first = not memory.run_id or (memory.run_id != view.tick.run_id and view.tick.seq <= 1)
     counts: dict[str, float] = {}
     for code, total in device.xids.items():
         count = last_counts.get(XID + code)
-        last_total = count.value if count is not None else 0.0 if memory.run_id else total - events.count(code)
+        last_total = count.value if count is not None else total - events.count(code) if is_first else 0.0
         counts[code] = total - last_total if total >= last_total else total
     for code in events:
         counts.setdefault(code, float(events.count(code)))

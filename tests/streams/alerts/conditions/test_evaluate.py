@@ -246,6 +246,14 @@ def test_a_new_run_of_the_producer_counts_from_nothing() -> None:
     assert codes(tick(0, sample), tick(1, device(0), run_id=2), tick(2, sample, run_id=2)) == {"79": 1}
 
 
+def test_a_clock_that_is_set_back_brings_no_xid_error_again() -> None:
+    """That begins a new run, and the producer goes on counting."""
+    before, sample = tick(60, device(0, xids={"79": 1}, events=(event(79),))), device(0, xids={"79": 1})
+    assert codes(before, tick(0, sample, run_id=2)) == {}
+    assert codes(before, tick(0, sample, run_id=2), tick(1, device(0, xids={"79": 2}), run_id=2)) == {"79": 1}
+    assert codes(before, tick(0, device(0, xids={"79": 2}, events=(event(79),)), run_id=2)) == {"79": 1}
+
+
 def test_a_device_that_comes_later_had_its_errors_since() -> None:
     assert codes(tick(0, device(0)), tick(1, device(0), device(1, xids={"79": 1}))) == {"79": 1}
 
