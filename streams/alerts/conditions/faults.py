@@ -123,12 +123,27 @@ def power_brake(rule: Rule, view: View, findings: list[Finding]) -> None:
 
 
 def lost(rule: Rule, view: View, findings: list[Finding]) -> None:
-    add_device_finding(rule, view, findings, holds=True if view.device.state == "lost" else None)
+    _add_silent_gpu(rule, view, findings, holds=True if view.device.state == "lost" else None)
 
 
 def not_answering(rule: Rule, view: View, findings: list[Finding]) -> None:
     if view.device.state == "timeout":
-        add_device_finding(rule, view, findings)
+        _add_silent_gpu(rule, view, findings)
+
+
+def _add_silent_gpu(rule: Rule, view: View, findings: list[Finding], *, holds: bool | None = True) -> None:
+    """Add a finding about a device that does not answer, with the pods of its MIG devices, too. A MIG device whose GPU
+    is in the same state is no finding: its GPU is."""
+    device, holders = view.device, list(view.device.holders)
+    for other in view.tick.devices:
+        if device.mig is not None and other.uuid == device.mig.parent_uuid and other.state == device.state:
+            return
+        if other.mig is not None and other.mig.parent_uuid == device.uuid:
+            holders += other.holders
+    effective_rule = view.rules.in_force(rule, sole_pod(holders))
+    if effective_rule is not None:
+        facts = Facts(device, None, tuple(holders))
+        findings.append(Finding(effective_rule, device.uuid, holds=holds, facts=facts))
 
 
 def no_evidence(rule: Rule, view: View, findings: list[Finding]) -> None:

@@ -118,10 +118,13 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
 
 
 def api_status(finding: Finding, tick: Tick) -> dict[str, str]:
-    """The annotation with what the API server reports of a GPU that does not answer or is missing; empty if nothing."""
+    """The annotation with what the API server reports of a GPU that does not answer or is missing, and of its MIG
+    devices; empty if nothing."""
     if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
         return {}
-    status = _join_names(str(device) for device in tick.unwell if device.device_id == finding.device)
+    ids = [finding.device]
+    ids += [device.uuid for device in tick.devices if device.mig is not None and device.mig.parent_uuid == ids[0]]
+    status = _join_names(str(device) for device in tick.unwell if device.device_id in ids)
     return {"api_status": clean(status)} if status else {}
 
 

@@ -185,6 +185,9 @@ class History:
         if device is None:
             return self._gone_verdict(subject, i)
         if kind in ("lost", "not_answering"):
+            parent = self._present(device.mig.parent_uuid, i) if device.mig is not None else None
+            if parent is not None and parent.state == device.state:
+                return NO
             if kind == "lost":
                 return {"lost": YES, "timeout": UNKNOWN}.get(device.state, NO)
             return Verdict(device.state == "timeout")

@@ -399,6 +399,18 @@ def test_mig_devices_that_were_taken_down_are_not_missing() -> None:
     assert {f.device for f in findings_in(cut, tick(1, mig(1), mig(2)), rule_name="GPUMissing")} == {gpu(0)}
 
 
+@pytest.mark.parametrize(("state", "rule"), [("lost", "GPULost"), ("timeout", "GPUNotAnswering")])
+def test_a_gpu_that_does_not_answer_is_one_finding_with_the_pods_of_its_mig_devices(state: str, rule: str) -> None:
+    parts = [mig(1, holder("a"), state=state), mig(2, holder("b"), state=state)]
+    (finding,) = findings_in(tick(0, device(0, state=state), *parts, device(1)), rule_name=rule)
+    assert (finding.device, [pod.pod for pod in finding.facts.pods]) == (gpu(0), ["a", "b"])
+
+
+def test_a_mig_device_that_does_not_answer_while_its_gpu_does_is_a_finding() -> None:
+    (finding,) = findings_in(tick(0, device(0), mig(1, state="timeout"), mig(2)), rule_name="GPUNotAnswering")
+    assert finding.device == "MIG-1"
+
+
 def test_a_mig_device_whose_gpu_is_lost_says_nothing_until_that_returns() -> None:
     cut = tick(0, device(0), mig(1, holder(), row_remap_pending=1))
     lost_gpu = tick(1, device(0, state="lost"))

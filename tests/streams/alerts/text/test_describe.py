@@ -61,6 +61,13 @@ def test_a_lost_gpu_is_shown_as_the_api_server_has_it(rule: str) -> None:
     assert annotations["api_status"] == status
 
 
+def test_a_lost_gpu_is_shown_as_the_api_server_has_its_mig_devices() -> None:
+    unwell = (UnwellDevice("MIG-1", health="Unhealthy"), UnwellDevice("MIG-2", health="Unhealthy"))
+    lost_devices = device(0, state="lost"), mig(1, state="lost"), mig(2, state="lost"), mig(3, state="lost")
+    _, annotations = description_of("GPULost", msgspec.structs.replace(tick(0, *lost_devices), unwell=unwell))
+    assert annotations["api_status"] == "Unhealthy"
+
+
 def test_a_lost_gpu_of_which_the_api_server_says_nothing_has_no_status() -> None:
     _, annotations = description_of("GPULost", tick(0, device(0, state="lost")))
     assert "api_status" not in annotations
