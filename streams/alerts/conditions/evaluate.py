@@ -6,6 +6,8 @@ check, a function that is called with a device of the tick; the tables below say
 
 from collections.abc import Callable
 
+import msgspec
+
 from streams.alerts.conditions import faults, pods
 from streams.alerts.conditions.faults import HW_POWER_BRAKE, HW_THERMAL, SW_THERMAL
 from streams.alerts.conditions.finding import (
@@ -61,9 +63,12 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
         kinds = () if is_gone(remembered, tick.ts_ms) else (*_OK_CHECKS, "lost", "not_answering")
         for rule in [rule for kind in kinds for rule in rules.of(kind)]:
             findings.extend(unknown_findings(rule, uuid, remembered))
-        if remembered.parent is None:  # a MIG device that is missing is no finding: its GPU is
+        if remembered.parent is None:  # a MIG device that is missing is no finding: its GPU is, which has its pods
+            parts = [part for part in memory_now.devices.values() if part.parent == uuid]
+            pods_of_all = tuple([pod for part in (remembered, *parts) for pod in part.pods])
+            facts = Facts(None, msgspec.structs.replace(remembered, pods=pods_of_all))
             missing = [rules.in_force(rule, None) for rule in rules.of("missing")]
-            findings.extend(Finding(rule, uuid, facts=Facts(None, remembered)) for rule in missing if rule is not None)
+            findings.extend(Finding(rule, uuid, facts=facts) for rule in missing if rule is not None)
     return findings, memory_now
 
 

@@ -298,6 +298,12 @@ def test_an_alert_describes_what_is_wrong(rule: str, ticks: list[Tick], texts: l
         assert part in annotations["description"]
 
 
+def test_a_missing_gpu_was_held_by_the_pods_of_its_mig_devices() -> None:
+    before = tick(0, device(0), mig(1, holder("a")), mig(2, holder("b")), mig(3), device(1, holder("c")))
+    _, annotations = description_of("GPUMissing", before, tick(75, device(1, holder("c"))))
+    assert "It was held by ml/a, ml/b." in annotations["description"]
+
+
 def test_a_silent_node_is_described_by_what_it_had() -> None:
     memory = remember(Memory(), tick(0, device(0, holder("a")), device(1, holder("a")), device(2)), 1)
     (rule,) = DEFAULTS.of("node_silent")
