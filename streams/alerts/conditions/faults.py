@@ -8,6 +8,7 @@ from streams.alerts.conditions.finding import (
     Finding,
     View,
     add_device_finding,
+    all_holders,
     is_silenced,
     sole_pod,
     unknown_findings,
@@ -61,10 +62,11 @@ def _errors_by_holders(
 ) -> Iterable[tuple[tuple[Holder, ...], float]]:
     """The holders of the device when errors of a code came, and the number of errors.
 
-    Without ``by_pod`` that is one group with all holders. With it each pod that held the device alone, and has a known
-    uid, is a group, and all others are one. Errors without an event came at the tick's time.
+    Without ``by_pod`` that is one group with all holders, those of its MIG devices among them. With it each pod that
+    held the device alone, and has a known uid, is a group, and all others are one. Errors without an event came at the
+    tick's time.
     """
-    holders_now = view.device.holders
+    holders_now = view.device.holders if by_pod else all_holders(view)
     events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
     occurrences = [(event.held_by(holders_now), 1.0) for event in events]
     occurrences += [(holders_now, count - len(events))] if count > len(events) else []
@@ -132,18 +134,12 @@ def not_answering(rule: Rule, view: View, findings: list[Finding]) -> None:
 
 
 def _add_silent_gpu(rule: Rule, view: View, findings: list[Finding], *, holds: bool | None = True) -> None:
-    """Add a finding about a device that does not answer, with the pods of its MIG devices, too. A MIG device whose GPU
-    is in the same state is no finding: its GPU is."""
-    device, holders = view.device, list(view.device.holders)
-    for other in view.tick.devices:
-        if device.mig is not None and other.uuid == device.mig.parent_uuid and other.state == device.state:
-            return
-        if other.mig is not None and other.mig.parent_uuid == device.uuid:
-            holders += other.holders
-    effective_rule = view.rules.in_force(rule, sole_pod(holders))
-    if effective_rule is not None:
-        facts = Facts(device, None, tuple(holders))
-        findings.append(Finding(effective_rule, device.uuid, holds=holds, facts=facts))
+    """Add a finding about a device that does not answer. A MIG device whose GPU is in the same state is no finding: its
+    GPU is."""
+    mig, state = view.device.mig, view.device.state
+    gpus = [other for other in view.tick.devices if mig is not None and other.uuid == mig.parent_uuid]
+    if not any(gpu.state == state for gpu in gpus):
+        add_device_finding(rule, view, findings, holds=holds)
 
 
 def no_evidence(rule: Rule, view: View, findings: list[Finding]) -> None:

@@ -114,6 +114,13 @@ def sole_pod(holders: Sequence[Holder]) -> Holder | None:
     return holders[0] if len(by_pod(holders)) == 1 else None
 
 
+def all_holders(view: View) -> tuple[Holder, ...]:
+    """The holders of a device and of its MIG devices."""
+    uuid = view.device.uuid
+    parts = [device for device in view.tick.devices if device.mig is not None and device.mig.parent_uuid == uuid]
+    return (*view.device.holders, *[holder for part in parts for holder in part.holders])
+
+
 def is_silenced(rules: Rules, holder: Holder, remembered: DeviceMemory, tick: Tick) -> bool:
     """Whether a pod's policy switches off the alerts about its use of a device.
     A policy counts for a limited time after the pod got the device."""
@@ -144,9 +151,10 @@ def add_device_finding(
     key: str = "",
 ) -> None:
     """Add a finding about a device as such, whichever pod holds it."""
-    effective_rule = view.rules.in_force(rule, sole_holder(view))
+    holders = all_holders(view)
+    effective_rule = view.rules.in_force(rule, sole_pod(holders))
     if effective_rule is not None:
-        facts = Facts(view.device, None, view.device.holders)
+        facts = Facts(view.device, None, holders)
         findings.append(Finding(effective_rule, view.device.uuid, key=key, holds=holds, value=value, facts=facts))
 
 

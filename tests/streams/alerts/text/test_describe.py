@@ -298,6 +298,21 @@ def test_an_alert_describes_what_is_wrong(rule: str, ticks: list[Tick], texts: l
         assert part in annotations["description"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "sample"),
+    [
+        ("GPURowRemapPending", device(0, row_remap_pending=1)),
+        ("GPUThermalSlowdown", device(0, clock_event_reasons=0x40)),
+        ("GPULost", device(0, state="lost")),
+        ("GPUXid", device(0, events=(AttributedEvent("xid", 79),))),
+    ],
+)
+def test_a_gpu_with_a_fault_is_held_by_the_pods_of_its_mig_devices(rule: str, sample: Device) -> None:
+    parts = [mig(1, holder("a"), state=sample.state), mig(2, holder("b"), state=sample.state), device(1, holder("c"))]
+    _, annotations = description_of(rule, tick(0, sample, *parts))
+    assert "ml/a, ml/b." in annotations["description"]
+
+
 def test_a_missing_gpu_was_held_by_the_pods_of_its_mig_devices() -> None:
     before = tick(0, device(0), mig(1, holder("a")), mig(2, holder("b")), mig(3), device(1, holder("c")))
     _, annotations = description_of("GPUMissing", before, tick(75, device(1, holder("c"))))
