@@ -45,43 +45,45 @@ def _plan(sets: Sequence[SeriesSet], width: int) -> list[bytes]:
 def _parts(series: SeriesSet, width: int) -> list[bytes]:
     """The parts of each row: its own bytes, the bytes that many rows share, and an empty place for the sample."""
     encoded = [label(name, value) for name, value in series.labels]
-    ends = list(accumulate((len(pair) for pair in encoded), initial=0))
+    ends = list(accumulate(map(len, encoded), initial=0))
     blob, sample = b"".join(encoded), sample_head(width)
     rest = len(blob) + len(sample) - 1 + VALUE_BYTES + 1 + width
     tails: dict[int, bytes] = {}
     parts: list[bytes] = []
-    for own, size, last in _row_labels(series.rows, tuple([name for name, _ in series.labels])):
-        head, start = [_SERIES, _varint(rest + size)], 0
-        for before, row_label in own:  # the device's labels, with those of the row in sorted order among them
-            head += (blob[start : ends[before]], row_label)
-            start = ends[before]
+    for head, own, last in _row_heads(series.rows, tuple([name for name, _ in series.labels]), rest):
         if last not in tails:
-            tails[last] = blob[start:] + sample
-        own_bytes = b"".join(head)
-        parts += (own_bytes if start else _shared(own_bytes), tails[last], b"")
+            tails[last] = blob[ends[last] :] + sample
+        start = 0
+        for before, row_label in own:  # the device's labels, with those of the row in sorted order among them
+            head += blob[start : ends[before]] + row_label
+            start = ends[before]
+        parts += (head, tails[last], b"")
     return parts
 
 
-class _RowLabels(NamedTuple):
-    """The labels of a row itself, sorted and encoded, each with the number of the device's labels that sort before it;
-    their size in bytes, and the last such number."""
+class _RowHead(NamedTuple):
+    """The bytes of a row before the device's labels; its own labels among them, sorted and encoded, each with the
+    number of the device's labels that sort before it; and the last such number."""
 
-    labels: tuple[tuple[int, bytes], ...]
-    size: int
+    head: bytes
+    own: tuple[tuple[int, bytes], ...]
     last: int
 
 
-@lru_cache(maxsize=1024)
-def _row_labels(rows: Rows, names: tuple[str, ...]) -> tuple[_RowLabels, ...]:
-    labels_by_row: list[_RowLabels] = []
+@lru_cache(maxsize=4096)
+def _row_heads(rows: Rows, names: tuple[str, ...], rest: int) -> tuple[_RowHead, ...]:
+    """How each row begins if the device's labels, of these names, and the sample take ``rest`` bytes."""
+    heads: list[_RowHead] = []
     for row in rows:
         pairs = sorted(((NAME, row.name), *row.labels))
-        own = tuple([(bisect_left(names, name), label(name, value)) for name, value in pairs])
-        labels_by_row.append(_RowLabels(own, sum([len(encoded) for _, encoded in own]), own[-1][0]))
-    return tuple(labels_by_row)
+        own = [(bisect_left(names, name), label(name, value)) for name, value in pairs]
+        first = [encoded for before, encoded in own if not before]
+        size = rest + sum([len(encoded) for _, encoded in own])
+        head = _shared(b"".join((_SERIES, varint(size), *first)))
+        heads.append(_RowHead(head, tuple(own[len(first) :]), own[-1][0]))
+    return tuple(heads)
 
 
-_varint = lru_cache(maxsize=4096)(varint)
 _shared = lru_cache(maxsize=65536)(bytes)
 """Equal bytes as one object: those of a row recur on most devices, and far fewer objects are fetched from memory."""
 
