@@ -137,8 +137,7 @@ def _add_silent_gpu(rule: Rule, view: View, findings: list[Finding], *, holds: b
     """Add a finding about a device that does not answer. A MIG device whose GPU is in the same state is no finding: its
     GPU is."""
     mig, state = view.device.mig, view.device.state
-    gpus = [other for other in view.tick.devices if mig is not None and other.uuid == mig.parent_uuid]
-    if not any(gpu.state == state for gpu in gpus):
+    if mig is None or all(gpu.uuid != mig.parent_uuid or gpu.state != state for gpu in view.tick.devices):
         add_device_finding(rule, view, findings, holds=holds)
 
 
