@@ -32,36 +32,33 @@ MAX_REASONS = 200
 """At most this many kinds of dead letters are counted separately; all others count as :data:`OTHERS`."""
 
 
-class SampledTick(msgspec.Struct, frozen=True):
-    """The fields of a record of gpu.samples that are read."""
+class _OfRun(msgspec.Struct, frozen=True):
+    """The fields that identify a record of a node's run."""
 
     cluster: Name
     node: Name
     run_id: UInt
     seq: UInt
+
+
+class SampledTick(_OfRun, frozen=True):
+    """The fields of a record of gpu.samples that are read."""
+
     ts_ms: UInt
     allocations_seq: UInt | None = None
     interval_ms: UInt | None = None
 
 
-class AttributedTick(msgspec.Struct, frozen=True):
+class AttributedTick(_OfRun, frozen=True):
     """The fields of a record of gpu.attributed that are read."""
 
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
     ts_ms: UInt
     attribution: str
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class Snapshot(_OfRun, frozen=True):
     """The fields of a record of gpu.allocations that are read."""
 
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
     containers: tuple[msgspec.Raw, ...] = ()
 
 
@@ -303,13 +300,14 @@ class Evidence:
 
     def open_dead_letters(self) -> dict[LetterKind, int]:
         """How many dead letters of each kind were not resubmitted."""
-        counts = {}
-        for kind, letters in self.dead_letters.items():
-            resubmitted = 0
-            for partition, resubmitted_offsets in self.resubmitted.items():
-                offsets = letters.offsets.get(partition, Ranges())
-                resubmitted += sum(
-                    offset in offsets for first, last in resubmitted_offsets for offset in range(first, last + 1)
-                )
-            counts[kind] = sum(map(len, letters.offsets.values())) - resubmitted
-        return counts
+        resubmitted = [
+            (partition, offset)
+            for partition, offsets in self.resubmitted.items()
+            for first, last in offsets
+            for offset in range(first, last + 1)
+        ]
+        return {
+            kind: sum(map(len, letters.offsets.values()))
+            - sum(offset in letters.offsets.get(partition, ()) for partition, offset in resubmitted)
+            for kind, letters in self.dead_letters.items()
+        }

@@ -21,7 +21,6 @@ from gpustream.doctor.kubernetes import (
 from gpustream.doctor.readers import ATTRIBUTION
 from gpustream.doctor.situation import CheckResult, Cluster, Finding, Json, Situation
 
-_REQUIRED = ("node", "attribution")
 _NOT_READY_MS = 60_000
 _LEASE_EXPIRED_MS = 60_000
 _MAX_TEXT = 300
@@ -189,22 +188,19 @@ def _missing_pods(situation: Situation, cluster: Cluster) -> Iterator[Finding]:
                 f"`kubectl -n {cluster.namespace} scale {name.replace(' ', '/').lower()} --replicas 1`",
             )
     present = {component_of(obj) for obj in (*cluster.owners, *cluster.pods)}
-    elsewhere = _running_components(situation) if present else set()
-    for component in _REQUIRED:
-        if component not in present | elsewhere and not set(OWNERS) & cluster.refusals.keys():
+    evidence, groups = situation.evidence, situation.groups or ()
+    running = {  # by what Kafka shows, in whatever cluster
+        "node": evidence is not None and any(node.runs for node in evidence.nodes.values()),
+        "attribution": any(group.name == ATTRIBUTION and group.members for group in groups),
+    }
+    for component, runs in running.items():
+        if component not in present and not (present and runs) and not set(OWNERS) & cluster.refusals.keys():
             yield Finding(
                 f"there is no {component} in namespace {cluster.namespace}",
                 "it was never installed here, or is in another namespace",
                 f"no pod, DaemonSet, StatefulSet or Deployment with the label {COMPONENT}={component}",
                 "--namespace; docs/operations/README.md has the installation",
             )
-
-
-def _running_components(situation: Situation) -> set[str]:
-    """The required components of which Kafka shows that they run, in whatever cluster."""
-    sends = situation.evidence is not None and any(node.runs for node in situation.evidence.nodes.values())
-    attributes = any(group.name == ATTRIBUTION and group.members for group in situation.groups or ())
-    return {component for component, runs in zip(_REQUIRED, (sends, attributes), strict=True) if runs}
 
 
 def _nodes_without_producer(cluster: Cluster) -> Iterator[Finding]:
@@ -215,14 +211,11 @@ def _nodes_without_producer(cluster: Cluster) -> Iterator[Finding]:
         name = node["metadata"]["name"]
         if not daemonsets or name in covered or "pods" in cluster.refusals:
             continue
-        reasons = [
-            reason
-            for daemonset in daemonsets
-            if (reason := _unschedulable_reason(daemonset["spec"]["template"]["spec"], node))
-        ]
+        reasons = [_unschedulable_reason(daemonset["spec"]["template"]["spec"], node) for daemonset in daemonsets]
         yield Finding(
             f"node {name} has GPUs, and no pod of the node producer",
-            "; ".join(reasons) or "the DaemonSet has not made one: its controller is behind, or a quota forbids it",
+            "; ".join(filter(None, reasons))
+            or "the DaemonSet has not made one: its controller is behind, or a quota forbids it",
             f"{daemonsets[0]['metadata']['name']} has {counted(len(covered), 'pod')}",
             "its GPUs are not seen at all: mend the label, the DaemonSet's nodeSelector or its tolerations",
         )

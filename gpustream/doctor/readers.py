@@ -61,15 +61,13 @@ def groups(situation: Situation) -> CheckResult:
         for group in situation.groups
         if group.name not in stream_groups and samples.TOPIC.name in {tp.topic for tp in group.committed}
     ]
-    findings += [
-        Finding(
+    for name in rivals:
+        findings.add(
             f"{name} reads {samples.TOPIC.name} beside {ATTRIBUTION}",
             "two groups attribute: each tick comes twice into gpu.attributed",
             f"it has committed offsets of {samples.TOPIC.name}",
             "stop one of them, or give it a --topic-prefix of its own",
         )
-        for name in rivals
-    ]
     never_run = [name for name in stream_groups if name not in {group.name for group in situation.groups}]
     for group in situation.groups:
         if (upstream := UPSTREAM.get(group.name, "")) in never_run:
@@ -309,20 +307,15 @@ def _loss_findings(situation: Situation, component: OwnMetrics) -> list[Finding]
     reported_reasons: set[str] = set()  # the values of a dropped record count as refused, too: once reported is enough
     for suffix, (text, causes, next_step) in _LOSS_METRICS.items():
         for (name, reason), value in component.sums(suffix).items():
-            intended = suffix == "_samples_withheld_total" and reason == "rule"
-            if (
-                name in reported_names
-                or intended
-                or (reason in reported_reasons and suffix in _ALSO_COUNTED_AS_DROPPED)
-            ):
+            is_intended = suffix == "_samples_withheld_total" and reason == "rule"
+            is_reported = suffix in _ALSO_COUNTED_AS_DROPPED and reason in reported_reasons
+            if name in reported_names or is_intended or is_reported:
                 continue
             reported_reasons.add(reason)
             reported_names.update([name] if not reason else [])
-            finding = text.format(n=f"{value:.0f}", reason=reason)
+            finding = f"{component.url}: {text.format(n=f'{value:.0f}', reason=reason)}"
             cause = causes.get(reason, causes.get("", NOT_KNOWN))
-            findings.append(
-                Finding(f"{component.url}: {finding}", cause, f"{name}, {component.since(situation.now_ms)}", next_step)
-            )
+            findings.add(finding, cause, f"{name}, {component.since(situation.now_ms)}", next_step)
     return findings
 
 
@@ -331,8 +324,8 @@ def _outcome_counts(component: OwnMetrics) -> str:
     for outcome in ("delivered", "duplicate", "dropped", "dead_lettered"):
         for (name, _), value in component.sums(f"_records_{outcome}_total").items():
             sink = name.removeprefix("gpustream_").partition("_records_")[0]
-            counts_by_sink.setdefault(sink, {}).setdefault(outcome, 0.0)
-            counts_by_sink[sink][outcome] += value
+            counts = counts_by_sink.setdefault(sink, {})
+            counts[outcome] = counts.get(outcome, 0.0) + value
     return ", ".join(
         f"{sink}: " + ", ".join(f"{value:.0f} {outcome}" for outcome, value in counts.items())
         for sink, counts in counts_by_sink.items()
