@@ -198,20 +198,16 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         """Ignored: there is only standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text. Source of the priorities: sd-daemon(3) and systemd.exec(5)."""
+        """The record as text, with its priority if standard error is the stream to the journal that systemd names, and
+        not one that replaced it. Source of the priorities: sd-daemon(3) and systemd.exec(5)."""
         text = super().format(record)
-        if not self._is_journal():
-            return text
-        priority = _PRIORITIES.get(record.levelno, _PRIORITIES[logging.INFO])
-        return "\n".join([f"<{priority}>{line}" for line in text.split("\n")])
-
-    def _is_journal(self) -> bool:
-        """Whether standard error is the stream to the journal that systemd names, and not one that replaced it."""
-        if "JOURNAL_STREAM" in os.environ:
+        if journal := os.environ.get("JOURNAL_STREAM"):
             with contextlib.suppress(OSError, ValueError):  # a stream without a file
                 written_to = os.fstat(self.stream.fileno())
-                return os.environ["JOURNAL_STREAM"] == f"{written_to.st_dev}:{written_to.st_ino}"
-        return False
+                if journal == f"{written_to.st_dev}:{written_to.st_ino}":
+                    priority = _PRIORITIES.get(record.levelno, _PRIORITIES[logging.INFO])
+                    return "\n".join([f"<{priority}>{line}" for line in text.split("\n")])
+        return text
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes what was held back until now, and this record, unless it is held back itself."""

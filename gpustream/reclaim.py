@@ -11,7 +11,7 @@ import logging
 import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import click
 import msgspec
@@ -152,17 +152,13 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
 
 async def _give_back(cluster: Cluster, action: Action) -> None:
     """Changes the object back. Raises NotUndone, Denied and Unreachable."""
-
-    def refuse(reason: str) -> NoReturn:
-        raise NotUndone(f"not undone: {reason}")
-
     if action.target is None:
-        refuse("the action is about no object")
+        raise NotUndone("not undone: the action is about no object")
     current = await cluster.get(action.target, action.namespace)
     if was_undone(current, action.id):
         return  # by an earlier command, which ended before it could write so to gpu.actions
     patch = unpatch(action, current)
     if isinstance(patch, Objection):
-        refuse(patch.message)
+        raise NotUndone(f"not undone: {patch.message}")
     if await cluster.change(action.target, action.namespace, patch) is None:
-        refuse("somebody changed it at the same time: try again")
+        raise NotUndone("not undone: somebody changed it at the same time: try again")

@@ -319,7 +319,11 @@ class PartitionWriter:
         self, tp: Partition, ticks: Span, old_spans: Mapping[Partition, Span], policy: Accounting, totals: ReplayTotals
     ) -> None:
         """Writes the usage of its nodes, and zeros under keys that only the old records have."""
-        generation = 1 + await self._generation(old_spans)
+        generation = 1
+        async for records in self._reader.records(old_spans, self._advanced):
+            for _, head in history.decoded(records, _decode_head):
+                if _contains(self._hours, head):
+                    generation = max(generation, 1 + head.generation)
         nodes = PartitionReplay(self._hours, policy._replace(generation=generation))
         written = WrittenKeys(self._hours, generation)
 
@@ -341,15 +345,6 @@ class PartitionWriter:
         totals.nodes, totals.ticks = totals.nodes + len(nodes.nodes), totals.ticks + nodes.ticks
         totals.malformed += nodes.malformed
         totals.generation = max(totals.generation, generation)
-
-    async def _generation(self, old_spans: Mapping[Partition, Span]) -> int:
-        """The highest generation of the partition's records in these hours."""
-        highest = 0
-        async for records in self._reader.records(old_spans, self._advanced):
-            for _, record in history.decoded(records, _decode_head):
-                if _contains(self._hours, record):
-                    highest = max(highest, record.generation)
-        return highest
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
         """Writes records of hours and of minutes, each to its topic."""

@@ -92,23 +92,21 @@ def rows(
             else f"{mismatch.subject} is {mismatch.have}, must be {mismatch.want}"
         )
         messages_by_topic.setdefault(mismatch.topic, []).append(message)
-    return [
-        TopicRow(
-            topic=topic.name,
-            key=topic.key,
-            partitions=str(descriptions[topic.name].partitions) if topic.name in descriptions else "-",
-            cleanup=topic.cleanup,
-            retention=_retention(topic, descriptions.get(topic.name)),
-            verdict="; ".join(messages_by_topic.get(topic.name, [])) or "yes",
+    topic_rows = []
+    for topic in expected:
+        description, retention = descriptions.get(topic.name), "for ever"
+        if topic.retention_hours is not None:  # the broker's; what it should be, if its settings are not known
+            settings = (description.settings if description is not None else None) or {}
+            ms = int(settings.get("retention.ms") or topic.settings()["retention.ms"])
+            retention = "for ever" if ms < 0 else duration_words(ms) if ms % HOUR_MS else f"{ms // HOUR_MS} h"
+        topic_rows.append(
+            TopicRow(
+                topic=topic.name,
+                key=topic.key,
+                partitions="-" if description is None else str(description.partitions),
+                cleanup=topic.cleanup,
+                retention=retention,
+                verdict="; ".join(messages_by_topic.get(topic.name, [])) or "yes",
+            )
         )
-        for topic in expected
-    ]
-
-
-def _retention(topic: Topic, description: TopicDescription | None) -> str:
-    """How long the broker keeps records; how long it should, if its settings are not known."""
-    if topic.retention_hours is None:
-        return "for ever"
-    settings = (description.settings if description is not None else None) or {}
-    ms = int(settings.get("retention.ms") or topic.settings()["retention.ms"])
-    return "for ever" if ms < 0 else duration_words(ms) if ms % HOUR_MS else f"{ms // HOUR_MS} h"
+    return topic_rows

@@ -8,7 +8,7 @@ On failure: a broker that does not answer is a sentence and exit code 1.
 import base64
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import click
@@ -63,10 +63,6 @@ _FILTER_OPTIONS = combined(
 )
 
 
-def _filter_of(values: Mapping[str, str | None]) -> LetterFilter:
-    return LetterFilter(values["topic"], values["stage"], values["reason"], values["key"])
-
-
 @click.group("dead-letters", cls=CommandGroup)
 def dead_letters() -> None:
     """List what could not be used and why, show it, and send it again after a fix."""
@@ -89,7 +85,7 @@ def list_letters(
     connection: Connection, since_s: float, by: By, form: Literal["text", "json"], **filters: str | None
 ) -> None:
     """List dead letters by reason, topic or node, or each by itself. It reads in no group and commits nothing."""
-    rows = answer(_list(connection, since_s, _filter_of(filters), by))
+    rows = answer(_list(connection, since_s, LetterFilter(**filters, ids=()), by))
     if form == "json":
         json_lines(group._asdict() for group in rows)
     else:
@@ -254,7 +250,7 @@ def resubmit(
     its node: gpu.attributed has it then, and readers that go by (cluster, node, run_id, seq) take it; sinks that have
     had a newer tick of the same run count it as a duplicate.
     """
-    letter_filter = _filter_of(filters)._replace(ids=frozenset(letters))
+    letter_filter = LetterFilter(**filters, ids=frozenset(letters))
     connection = dataclasses.replace(connection, compression=compression)
     result = answer(resubmission.resubmit(connection, since_s, letter_filter, send=yes))
     for reason, ids in result.not_sent.items():
