@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from gpustream import reference
 from k8s.dashboards.queries import (
     DEVICE,
     GPU,
@@ -27,9 +26,8 @@ from k8s.dashboards.queries import (
     did_nothing,
     idle_pods,
     max_activity,
+    own_metrics,
 )
-from sinks import SINKS
-from streams import STREAMS
 from streams.alerts.xids import XIDS, XidKind
 from topics.alerts import RUNBOOKS, Severity
 from topics.mig import FEWER_SLICES, SLICES
@@ -226,13 +224,6 @@ def _increases(counter: str, by: str = PROCESS) -> str:
     return f"sum by ({by}) ((increase({counter}[5m]) > 0) or ({counter} > 0 unless {counter} offset 5m))"
 
 
-def _own_metrics(metric: str) -> list[str]:
-    """The names of this metric of all streams and sinks that have it."""
-    existing = {row.name for section in reference.sections() for row in section.rows}
-    names = (f"gpustream_{name.replace('-', '_')}_{metric}" for name in (*STREAMS, *SINKS))
-    return [name for name in names if name in existing]
-
-
 def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> Alert:
     """An alert that more records wait than are processed in a minute."""
     expr = f"sum by ({PROCESS}) ({lag})\n  > 60 * sum by ({PROCESS}) (rate({ticks}[5m]))"
@@ -252,7 +243,7 @@ PIPELINE_ALERTS = (
           "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
           " see whether Kafka is there, or give --buffer more."),
     Alert("GpustreamRecordsExpired",
-          "\nor ".join(map(_increases, [*_own_metrics("lost_offsets_total"), *_own_metrics("records_expired_total")])),
+          "\nor ".join(map(_increases, [*own_metrics("lost_offsets_total"), *own_metrics("records_expired_total")])),
           "critical",
           f"{ITS}: Kafka deleted records before they were read",
           "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps."),
@@ -271,7 +262,7 @@ PIPELINE_ALERTS = (
             "gpustream_remote_write_records_delivered_total",
             "is more than a minute behind", "{{ $value | humanize }} ticks wait in gpu.attributed. " + KEPT),
     Alert("GpustreamReceiverFailing",
-          "\nor ".join(f"{metric} == 1" for metric in [*_own_metrics("receiver_failing"), *_own_metrics("failing")]),
+          "\nor ".join(f"{metric} == 1" for metric in [*own_metrics("receiver_failing"), *own_metrics("failing")]),
           "warning",
           f"The receiver of {ITS} refuses everything or does not answer",
           "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
@@ -287,12 +278,12 @@ PIPELINE_ALERTS = (
           "What it held before stays in force. The log names the lines, and so does gpustream counters check FILE.",
           "2m"),
     Alert("GpustreamSeriesCollide",
-          "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in _own_metrics("samples_withheld_total")),
+          "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in own_metrics("samples_withheld_total")),
           "warning",
           ITS + " leaves out {{ $value | humanize }} samples for their labels",
           "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series"
           " a label that tells it apart.", "10m"),
-    Alert("GpustreamMisplacedNodes", "\nor ".join(map(_increases, _own_metrics("misplaced_nodes_total"))), "warning",
+    Alert("GpustreamMisplacedNodes", "\nor ".join(map(_increases, own_metrics("misplaced_nodes_total"))), "warning",
           ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
           "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
           " attributed without their snapshots."),
@@ -303,7 +294,7 @@ PIPELINE_ALERTS = (
           f"{ITS} reads its GPUs late",
           "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
           "10m"),
-    Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, _own_metrics("records_dead_lettered_total"))), "warning",
+    Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, own_metrics("records_dead_lettered_total"))), "warning",
           ITS + " could not use {{ $value | humanize }} records",
           "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers."),
     Alert("GpustreamLateAttribution", f"""

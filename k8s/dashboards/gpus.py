@@ -14,11 +14,11 @@ from k8s.dashboards.panel import (
     choice,
     dashboard,
     graph,
+    holders,
     listed,
     row,
     table,
     tile,
-    timeline,
 )
 from k8s.dashboards.queries import (
     DEVICE,
@@ -135,12 +135,7 @@ FLEET_BOARD = dashboard(
         graph(
             "GPUs' worth of work by namespace",
             "The sum of its pods' utilization: 1 is a whole GPU that works all the time.",
-            [
-                (
-                    "{{k8s_namespace_name}}",
-                    f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, NODE_MATCHERS)})",
-                )
-            ],
+            [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, NODE_MATCHERS)})")],
             stacked=True,
         ),
         graph(
@@ -166,12 +161,7 @@ FLEET_BOARD = dashboard(
             [
                 Column("GPUs", f"count by ({BY_NODE}) ({gpus()})"),
                 Column("held", f"count by ({BY_NODE}) ({held_gpus()})"),
-                Column(
-                    "utilization",
-                    f"avg by ({BY_NODE}) ({WORK})",
-                    "percentunit",
-                    SHARE_IS_GOOD,
-                ),
+                Column("utilization", f"avg by ({BY_NODE}) ({WORK})", "percentunit", SHARE_IS_GOOD),
                 Column("memory", f"sum by ({BY_NODE}) (gpu_memory_used{{{NODE_MATCHERS}}} {NOT_CUT})", "bytes"),
                 Column("power", f"sum by ({BY_NODE}) (gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
                 Column("hottest", f"max by ({BY_NODE}) (gpu_temperature{{{NODE_MATCHERS}}})", "celsius", HOT),
@@ -183,12 +173,7 @@ FLEET_BOARD = dashboard(
             "Models",
             "GPUs by model and driver.",
             "gpu_model driver_version",
-            [
-                Column(
-                    "GPUs",
-                    f"count by ({BY_MODEL}) (group by ({GPU}, {BY_MODEL}) (gpu_info{{{NODE_MATCHERS}}}))",
-                )
-            ],
+            [Column("GPUs", f"count by ({BY_MODEL}) (group by ({GPU}, {BY_MODEL}) (gpu_info{{{NODE_MATCHERS}}}))")],
         ),
     ],
 )
@@ -242,11 +227,10 @@ NODE_BOARD = dashboard(
             ],
             opens="gpu_uuid",
         ),
-        timeline(
-            "Holders",
+        holders(
             "Which pod holds which GPU, and in which MIG device.",
-            [(f"{BY_INDEX} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}", holding_pods(NODE_MATCHERS, OF_INDEX))],
-            "held",
+            holding_pods(NODE_MATCHERS, OF_INDEX),
+            f"{BY_INDEX} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}",
         ),
         by_gpu(
             "Utilization",
@@ -374,11 +358,10 @@ GPU_BOARD = dashboard(
         choice("gpu", "gpu_uuid", 'gpu_info{k8s_cluster_name=~"$cluster",k8s_node_name=~"$node"}', single=True),
     ],
     [
-        timeline(
-            "Holders",
+        holders(
             "Which pod holds the GPU, or which MIG device of it.",
-            [("{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}", holding_pods(THIS, INSTANCE))],
-            "held",
+            holding_pods(THIS, INSTANCE),
+            "{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}",
         ),
         tile("Pods", "How many hold it, or the MIG device that most hold.", f"max(gpu_holders{{{THIS}}})", width=6),
         tile(

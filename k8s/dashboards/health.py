@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from gpustream import reference
 from k8s.dashboards.gpus import CLUSTER, NODE
 from k8s.dashboards.panel import (
     BAD_ABOVE_ZERO,
@@ -25,8 +24,8 @@ from k8s.dashboards.queries import (
     events,
     firing_alerts,
     or_zero,
+    own_metrics,
 )
-from sinks import SINKS
 from streams import STREAMS
 
 # -- XID errors, errors of memory and links, heat, and what fires
@@ -190,13 +189,10 @@ OWN = 'job=~"$job",instance=~"$instance"'
 
 # -- gpustream itself: what flows, what waits, what was lost or refused
 
-EXISTING_METRICS = {row.name for section in reference.sections() for row in section.rows}
-
 
 def each(metric: str, query: Callable[[str], str]) -> list[tuple[str, str]]:
     """A query for each stream and sink that has a metric of its own of this name."""
-    names = [(name, f"gpustream_{name.replace('-', '_')}_{metric}") for name in (*STREAMS, *SINKS)]
-    return [(name, query(f"{metric_name}{{{OWN}}}")) for name, metric_name in names if metric_name in EXISTING_METRICS]
+    return [(name, query(f"{metric_name}{{{OWN}}}")) for metric_name, name in own_metrics(metric).items()]
 
 
 def increase(metric: str) -> str:
@@ -267,9 +263,7 @@ PIPELINE_BOARD = dashboard(
             ],
         ),
         graph(
-            "Records that wait",
-            "Not finished yet, by stream and sink. Nothing is lost while Kafka keeps them.",
-            LAGS,
+            "Records that wait", "Not finished yet, by stream and sink. Nothing is lost while Kafka keeps them.", LAGS
         ),
         graph(
             "Delay",

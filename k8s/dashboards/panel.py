@@ -154,15 +154,15 @@ def graph(
     )
 
 
-def timeline(title: str, description: str, queries: Iterable[tuple[str, str]], state: str) -> Json:
-    """A row for each series, coloured while it is there; ``state`` is what 1 means."""
-    mapping = {"type": "value", "options": {"1": {"text": state, "color": GREEN, "index": 0}}}
+def holders(description: str, expr: str, legend: str) -> Json:
+    """A row for each series, coloured while it is there: who holds what when."""
+    mapping = {"type": "value", "options": {"1": {"text": "held", "color": GREEN, "index": 0}}}
     return _panel(
         "state-timeline",
-        title,
+        "Holders",
         description,
         (WIDTH, 8),
-        targets=[_target(number, expr, legend) for number, (legend, expr) in enumerate(queries)],
+        targets=[_target(0, expr, legend)],
         options={
             "mergeValues": True,
             "showValue": "never",

@@ -10,6 +10,10 @@ the rest. So a query for devices adds them up, and gives the same with and witho
 
 from collections.abc import Sequence
 
+from gpustream import reference
+from sinks import SINKS
+from streams import STREAMS
+
 GPU = "k8s_cluster_name, k8s_node_name, gpu_uuid"
 DEVICE = f"{GPU}, gpu_mig_uuid"
 POD = "k8s_namespace_name, k8s_pod_name"
@@ -31,6 +35,15 @@ ONE_HOUR = "59m59s"
 
 PROMETHEUS_ALERTS = 'alertstate="firing",alertname=~"(?i)gpu.*|NodeSilent"'
 """The alerts that Prometheus judges: of GPUs, and of gpustream itself."""
+
+
+_OWN_METRICS = {row.name for section in reference.sections() for row in section.rows}
+
+
+def own_metrics(metric: str) -> dict[str, str]:
+    """The whole names of this metric of all streams and sinks that have it, each with its stream or sink."""
+    names = {f"gpustream_{name.replace('-', '_')}_{metric}": name for name in (*STREAMS, *SINKS)}
+    return {metric_name: name for metric_name, name in names.items() if metric_name in _OWN_METRICS}
 
 
 def gpus(matchers: str = NODE_MATCHERS) -> str:

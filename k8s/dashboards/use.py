@@ -44,9 +44,7 @@ OF_ALONE = (
 )
 LEGEND = "{{k8s_namespace_name}}/{{k8s_workload_name}}"
 CHOSEN = choice(
-    "workload",
-    "k8s_workload_name",
-    'gpu_pod_info{k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace"}',
+    "workload", "k8s_workload_name", 'gpu_pod_info{k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace"}'
 )
 PODS = "k8s_namespace_name, k8s_pod_name, k8s_node_name"
 XIDS = f"sum_over_time(gpu_pod_xid_errors{{{WORKLOAD_MATCHERS}}}[$__range])"
@@ -68,11 +66,7 @@ WORKLOADS_BOARD = dashboard(
             or_zero(f"sum({holding(WORKLOAD_MATCHERS, 'k8s_namespace_name')})"),
             "short",
         ),
-        tile(
-            "GPUs' worth of work",
-            "The sum of their utilization: 1 is a GPU that works all the time.",
-            f"sum({DID})",
-        ),
+        tile("GPUs' worth of work", "The sum of their utilization: 1 is a GPU that works all the time.", f"sum({DID})"),
         tile("Memory", "What they use.", f"sum({MEMORY_USED})", "bytes"),
         tile("Power", "What their work draws.", f"sum({DREW})", "watt"),
         graph(
@@ -294,18 +288,8 @@ USAGE_BOARD = dashboard(
             "h",
             LOOK_ABOVE_ZERO,
         ),
-        tile(
-            "Free",
-            "GPU-hours that nobody held, of the clusters chosen.",
-            total.format(FREE),
-            "h",
-        ),
-        tile(
-            "Energy",
-            "Of what was held.",
-            f"sum({ENERGY}) / 3600",
-            "watth",
-        ),
+        tile("Free", "GPU-hours that nobody held, of the clusters chosen.", total.format(FREE), "h"),
+        tile("Energy", "Of what was held.", f"sum({ENERGY}) / 3600", "watth"),
         tile("Cost", "Of what was held, by the price above.", f"sum({hours('held')}) / 3600 * $price"),
         tile(
             "Used of what was held",
