@@ -70,10 +70,7 @@ def of_commands() -> dict[str, list[Acl]]:
         "reclaim undo": _on_topics("Read Write", "gpu.actions"),
         "usage": _on_topics("Read", "gpu.usage", "gpu.usage-minutes"),
         "report": _on_topics("Read", "gpu.usage", "gpu.usage-minutes", "gpu.alerts"),
-        "replay": [
-            *_on_topics("Read", "gpu.attributed"),
-            *_on_topics("Read Write", "gpu.usage", "gpu.usage-minutes"),
-        ],
+        "replay": [*_on_topics("Read", "gpu.attributed"), *_on_topics("Read Write", "gpu.usage", "gpu.usage-minutes")],
         "doctor": [
             *_on_topics("Read DescribeConfigs", *TOPICS),
             *(acl._replace(operation="Describe") for acl in groups),

@@ -10,17 +10,7 @@ from typing import NamedTuple
 
 from gpustream.fleet import STATUSES, Device, Node, Status, Use, pods, workloads
 from gpustream.top import draw
-from gpustream.top.draw import (
-    Column,
-    TableView,
-    ago,
-    amount_column,
-    bar_column,
-    gib,
-    plain,
-    text_column,
-    watts,
-)
+from gpustream.top.draw import Column, TableView, ago, amount_column, bar_column, gib, plain, text_column, watts
 from gpustream.top.moment import held
 
 _NAMESPACE_FROM = 30
