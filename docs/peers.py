@@ -4,7 +4,7 @@ In: the catalogue's profiles, the fields that dcgm-exporter's own counter files 
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ class CounterFile(NamedTuple):
 
     name: str
     version: str
-    rows: tuple[str, ...]
-    commented: tuple[str, ...] = ()
+    rows: str
+    commented: str = ""
 
 
 _COMMON = """
@@ -75,21 +75,17 @@ DCGM_FI_PROF_DRAM_UTIL_RATIO DCGM_FI_PROF_PCIE_TX_BYTES DCGM_FI_PROF_PCIE_RX_BYT
 """
 
 FILES = (
-    CounterFile(
-        "default-counters.csv", "4.5.3-4.8.2", tuple(_COMMON.split()), (*_COMMENTED.split(), *_EXPORTERS_OWN.split())
-    ),
-    CounterFile("dcp-metrics-included.csv", "4.5.3-4.8.2", tuple(_COMMON.split()), tuple(_COMMENTED.split())),
-    CounterFile(
-        "1.x-compatibility-metrics.csv", "4.5.3-4.8.2", tuple(_OF_1_X.split()), tuple(_COMMENTED_OF_1_X.split())
-    ),
-    CounterFile("default-counters.csv", "4.9.0", tuple(_OF_4_9.split())),
+    CounterFile("default-counters.csv", "4.5.3-4.8.2", _COMMON, _COMMENTED + _EXPORTERS_OWN),
+    CounterFile("dcp-metrics-included.csv", "4.5.3-4.8.2", _COMMON, _COMMENTED),
+    CounterFile("1.x-compatibility-metrics.csv", "4.5.3-4.8.2", _OF_1_X, _COMMENTED_OF_1_X),
+    CounterFile("default-counters.csv", "4.9.0", _OF_4_9),
 )
 """What these files name; their types and helps are not here."""
 
 
 def markdown() -> str:
     """The page."""
-    left_out = [pair for file in FILES for pair in pick(_counters((*file.rows, *file.commented))).left_out]
+    left_out = [pair for file in FILES for pair in pick(_counters(file.rows + file.commented)).left_out]
     parts = [
         "# Names and labels of other exporters",
         "<!-- Written by `python -m docs.peers`: change `topics/` and `docs/peers.py`, not this file. -->",
@@ -165,15 +161,14 @@ def _labels(*names: str) -> str:
     return table(("label", "says", "when"), rows)
 
 
-def _counters(names: Iterable[str]) -> list[Counter]:
-    return [Counter(0, name, "label" if name in AS_LABELS else "gauge", name) for name in names]
+def _counters(names: str) -> list[Counter]:
+    return [Counter(0, name, "label" if name in AS_LABELS else "gauge", name) for name in names.split()]
 
 
 def _share(file: CounterFile) -> Sequence[str]:
-    picked, further = pick(_counters(file.rows)), len(file.commented)
-    of_further = len(pick(_counters(file.commented)).served) if further else 0
-    further_cells = (str(further), str(of_further)) if further else ("", "")
-    return f"`{file.name}`", file.version, str(len(file.rows)), str(len(picked.served)), *further_cells
+    rows, further = _counters(file.rows), _counters(file.commented)
+    further_cells = (str(len(further)), str(len(pick(further).served))) if further else ("", "")
+    return f"`{file.name}`", file.version, str(len(rows)), str(len(pick(rows).served)), *further_cells
 
 
 if __name__ == "__main__":
