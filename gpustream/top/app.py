@@ -121,7 +121,7 @@ class TopApp(App[None]):
         yield Static(id="tabs", markup=False)
         yield Static(id="trouble", markup=False)
         with Vertical(id="pane"):
-            yield Pane(id="lines")
+            yield Pane()
         yield Input(id="filter", placeholder=_FILTER_HINT, select_on_focus=False)
         yield Static(id="keys", markup=False)
 
@@ -186,7 +186,7 @@ class TopApp(App[None]):
             lines = views.fleet_lines(self._now, self.size.width, self.size.height)
         else:
             lines = [[(line, "")] for line in self.logged] or [[("nothing was logged", "dim")]]
-        self.pane.show([], len(lines), lambda index, _: lines[index], None)
+        self.pane.show([], len(lines), lines.__getitem__, None)
 
     def _tabs(self) -> Iterator[tuple[str, str]]:
         """Each view and the label of its tab."""
@@ -204,10 +204,10 @@ class TopApp(App[None]):
         header = [draw.header_line(table.columns, width, state.sorted_by, descending=state.descending)]
         if not self._rows:
             message = f"nothing has {state.filter!r}" if state.filter else table.empty
-            self.pane.show(header, 1, lambda _at, _width: [(message, "dim")], None)
+            self.pane.show(header, 1, lambda _: [(message, "dim")], None)
             return
         self.pane.show(
-            header, len(self._rows), lambda index, _: draw.row_line(table.columns, self._rows[index], width), cursor
+            header, len(self._rows), lambda index: draw.row_line(table.columns, self._rows[index], width), cursor
         )
 
     def _detail(self, now: Now, detail: Any) -> list[Line]:

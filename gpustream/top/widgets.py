@@ -44,11 +44,11 @@ X failing: lost, does not answer, or unwell"""
 class Pane(Widget, can_focus=True):
     """Scrolling lines below a fixed head. Draws only the lines that changed."""
 
-    def __init__(self, *, id: str) -> None:  # noqa: A002 - as in Textual
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__(id="lines")
         self.head: list[Line] = []
         self.count = 0
-        self.line: Callable[[int, int], Line] = lambda _at, _width: []
+        self.line: Callable[[int], Line] = lambda _: []
         self.top = 0
         self.cursor: int | None = None
         self._drawn: list[Line] = []
@@ -58,7 +58,7 @@ class Pane(Widget, can_focus=True):
         """How many of the scrolling lines are visible at once."""
         return max(1, self.size.height - len(self.head))
 
-    def show(self, head: list[Line], count: int, line: Callable[[int, int], Line], cursor: int | None) -> None:
+    def show(self, head: list[Line], count: int, line: Callable[[int], Line], cursor: int | None) -> None:
         """Shows these lines, the marked one among them if there is one."""
         self.head, self.count, self.line, self.cursor = head, count, line, cursor
         if cursor is not None:
@@ -78,7 +78,7 @@ class Pane(Widget, can_focus=True):
         if index >= self.count:
             return draw.fit([], width)
         has_bar = self.count > self.room
-        fitted = draw.fit(self.line(index, width - has_bar), width - has_bar, "reverse" if index == self.cursor else "")
+        fitted = draw.fit(self.line(index), width - has_bar, "reverse" if index == self.cursor else "")
         if not has_bar:
             return fitted
         first, length = self.top * self.room // self.count, max(1, self.room * self.room // self.count)
