@@ -121,7 +121,7 @@ def topics(situation: Situation) -> CheckResult:
     if kafka.error:
         return CheckResult("not asked", looked=False)
     if not kafka.topics:
-        other_prefixes = ", ".join(repr(prefix) for prefix in kafka.other_prefixes)
+        other_prefixes = ", ".join(map(repr, kafka.other_prefixes))
         prefix_text = f"with the prefix {kafka.prefix!r}" if kafka.prefix else "without a prefix"
         return CheckResult(
             "there is none",

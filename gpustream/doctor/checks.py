@@ -4,12 +4,13 @@ A finding says what is wrong, its cause or that the cause is not known, what sho
 is one function and its row in ``CHECKS``.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from delivery.values import counted, duration_words
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.clocks import clocks
-from gpustream.doctor.evidence import Evidence, NodeEvidence, NodeName, SampledRun
+from gpustream.doctor.evidence import Evidence, Fate, NodeEvidence, NodeName, SampledRun
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples, workloads
@@ -27,7 +28,7 @@ NO_LEADER_MS = 7 * 60_000
 MAX_REPLAYED_RATIO = 0.1
 """If more than this ratio of the ticks was attributed again, a restart is not the cause."""
 
-FATE_TEXTS = {
+FATE_TEXTS: dict[Fate, str] = {
     "exact": "exact",
     "no_kubelet": "without a kubelet",
     "late": "late",
@@ -84,19 +85,16 @@ def sent(situation: Situation, evidence: Evidence) -> CheckResult:
 
 def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[Finding]:
     """Findings if no node sends, if all have stopped, or for each node that has stopped."""
-    other_prefixes = [repr(prefix) for prefix in situation.kafka.other_prefixes]
     if not sending:
+        prefixes = ", ".join(map(repr, situation.kafka.other_prefixes))
+        hint = f". There are topics with the prefix {prefixes}, too: --topic-prefix" if prefixes else ""
         return [
             Finding(
                 f"no tick came in {situation.window}",
                 NOT_KNOWN,
                 f"{samples.TOPIC.name} has no record of this time that could be read",
                 "does a producer run (`gpustream produce node`), with this --kafka? Its /readyz says what it lacks"
-                + (
-                    f". There are topics with the prefix {', '.join(other_prefixes)}, too: --topic-prefix"
-                    if other_prefixes
-                    else ""
-                ),
+                + hint,
             )
         ]
     last_runs = {name: node.last_run[1] for name, node in sending.items() if not node.removed}
@@ -227,11 +225,10 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
 def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
     """Checks what became of each tick: attributed exactly, late or without a snapshot, waiting, or lost."""
     findings = Findings()
-    totals: dict[str, int] = {}
+    totals = Counter[Fate]()
     for name, node in evidence.nodes.items():
         for run_id, run in node.runs.items():
-            for fate, count in run.fates.items():
-                totals[fate] = totals.get(fate, 0) + count
+            totals.update(run.fates)
             findings += _run_findings(name, run_id, run)
     group = next((group for group in situation.groups or () if group.name == ATTRIBUTION), None)
     if (
@@ -243,7 +240,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
         findings.add(
             f"nothing is attributed: there is no group {ATTRIBUTION}",
             "no worker has ever run here",
-            f"{counted(totals.get('waiting', 0), 'tick')} wait",
+            f"{counted(totals['waiting'], 'tick')} wait",
             "start `gpustream stream attribution`",
         )
     elif group is not None and readers.is_behind(situation, group, evidence.oldest_waiting_ms):
@@ -253,7 +250,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
     expiry_reported = any(
         tp.topic == attributed.TOPIC.name for group in situation.groups or () for tp in group.log_starts
     )
-    if totals.get("deleted") and not expiry_reported:  # otherwise the check of the groups reports it
+    if totals["deleted"] and not expiry_reported:  # otherwise the check of the groups reports it
         findings.append(_deleted_finding(evidence, totals["deleted"]))
     replayed = sum(node.replayed for node in evidence.nodes.values())
     attributed_once = sum(
@@ -267,8 +264,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
             "look for a second `gpustream stream attribution` with this --topic-prefix, maybe in another cluster",
         )
     summary = (
-        ", ".join(f"{totals[fate]} {text}" for fate, text in FATE_TEXTS.items() if totals.get(fate))
-        or "nothing was sent"
+        ", ".join(f"{totals[fate]} {text}" for fate, text in FATE_TEXTS.items() if totals[fate]) or "nothing was sent"
     )
     return CheckResult(summary + (f"; {replayed} written again, which readers drop" if replayed else ""), findings)
 

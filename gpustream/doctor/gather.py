@@ -33,7 +33,7 @@ from gpustream import history
 from gpustream.doctor import brokers, kubernetes, readers
 from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.readers import ATTRIBUTION
-from gpustream.doctor.situation import Cluster, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.doctor.situation import Cluster, Group, Lag, OwnMetrics, Prometheus, Situation
 from gpustream.history import History, Span
 from topics import allocations, attributed, dead_letters, samples, workloads
 
@@ -173,12 +173,11 @@ async def _with_lags(reader: History, groups: Sequence[GroupDescription]) -> lis
     behind: dict[str, dict[Partition, int]] = {}
     for group in groups:
         committed_topics = {tp.topic for tp in group.committed}
-        next_offsets = {
-            tp: max(group.committed.get(tp, span.start), span.start)
+        behind[group.name] = {
+            tp: offset
             for tp, span in spans.items()
-            if tp.topic in committed_topics
+            if tp.topic in committed_topics and (offset := max(group.committed.get(tp, 0), span.start)) < span.end
         }
-        behind[group.name] = {tp: offset for tp, offset in next_offsets.items() if offset < spans[tp].end}
     times = await _log_times(reader, [position for positions in behind.values() for position in positions.items()])
     result = []
     for group in groups:
@@ -230,11 +229,7 @@ async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetri
             text = await response.text()
         async with session.get(f"{base}/readyz", proxy=proxy) as response:
             not_ready = "" if response.ok else "; ".join((await response.text()).splitlines())
-        series = [
-            Series(sample.name, sample.labels, sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        ]
+        series = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         return OwnMetrics(shown_url, error=describe(error))
     return OwnMetrics(shown_url, series, not_ready)

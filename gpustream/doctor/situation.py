@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+from prometheus_client.samples import Sample
 
 from delivery.kafka_admin import Acl, Disk, TopicDescription
 from delivery.ledger import Partition
@@ -105,19 +106,11 @@ class Group(NamedTuple):
     log_starts: Mapping[Partition, int] = MappingProxyType({})
 
 
-class Series(NamedTuple):
-    """One series of a component's own metrics."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
 class OwnMetrics(NamedTuple):
     """A component's own metrics, and why it is not ready. ``error``: why it could not be asked."""
 
     url: str
-    series: Sequence[Series] = ()
+    series: Sequence[Sample] = ()
     not_ready: str = ""
     error: str = ""
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client.samples import Sample
 
 from delivery.kafka_admin import Acl, Disk, TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import HARMLESS, mismatches
 from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
-from gpustream.doctor.situation import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.doctor.situation import Finding, Group, Lag, OwnMetrics, Prometheus, Situation
 from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, snapshot, workloads
 from tests.gpustream.doctor.test_checks import KAFKA, READING, findings_of, healthy, only_finding, see
 from topics.topic import load_topics
@@ -68,7 +69,7 @@ def left_behind(name: str, topic: str = "gpu.attributed", committed: int = 20) -
 
 def sink_counts(name: str, **labels: str) -> Situation:
     """A sink that counts three of something."""
-    return see(healthy(), components=[OwnMetrics("http://sink", [Series(f"gpustream_{name}", labels, 3.0)])])
+    return see(healthy(), components=[OwnMetrics("http://sink", [Sample(f"gpustream_{name}", labels, 3.0)])])
 
 
 def remote_write_says(error: str) -> Situation:
@@ -170,7 +171,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
             components=[
                 OwnMetrics(
                     "http://sink",
-                    [Series("gpustream_alertmanager_receiver_failing", {"receiver": "am:9093"}, 1.0)],
+                    [Sample("gpustream_alertmanager_receiver_failing", {"receiver": "am:9093"}, 1.0)],
                     "am:9093: does not accept: ConnectionRefusedError",
                 )
             ],
@@ -363,7 +364,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "a kubelet has been silent": (
         lambda: see(
-            healthy(), components=[OwnMetrics("http://n", [Series("gpustream_node_kubelet_age_seconds", {}, 400.0)])]
+            healthy(), components=[OwnMetrics("http://n", [Sample("gpustream_node_kubelet_age_seconds", {}, 400.0)])]
         ),
         "http://n: its kubelet has been silent for 6m 40s | new pods are missing | GpustreamKubeletSilent",
     ),

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from prometheus_client.samples import Sample
 
 from delivery.kafka_admin import TopicDescription
 from delivery.ledger import Partition
@@ -21,7 +22,6 @@ from gpustream.doctor.situation import (
     Lag,
     OwnMetrics,
     Prometheus,
-    Series,
     Situation,
 )
 from tests.gpustream.doctor.records import (
@@ -115,7 +115,7 @@ def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
 
 
 def test_a_gap_while_the_node_could_send_has_no_known_cause_and_where_to_look() -> None:
-    dropped = Series("gpustream_producer_ticks_dropped_total", {"reason": "too_large"}, 2)
+    dropped = Sample("gpustream_producer_ticks_dropped_total", {"reason": "too_large"}, 2)
     situation = see(without(healthy(), 7, 9), components=[OwnMetrics("http://n", [dropped])])
 
     finding = only_finding(situation)
@@ -222,7 +222,7 @@ def test_a_group_that_commits_once_a_minute_is_behind_only_after_that(name: str,
 
 
 def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is_named() -> None:
-    failing = Series("gpustream_remote_write_receiver_failing", {}, 1)
+    failing = Sample("gpustream_remote_write_receiver_failing", {}, 1)
     situation = see(healthy())
     old = situation.now_ms - 60_000
 
@@ -238,10 +238,10 @@ def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is
 
 def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
     series = [
-        Series("process_start_time_seconds", {}, NOW_MS / 1000 - 3600),
-        Series("gpustream_remote_write_records_delivered_total", {}, 90),
-        Series("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}, 10),
-        Series("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 0),
+        Sample("process_start_time_seconds", {}, NOW_MS / 1000 - 3600),
+        Sample("gpustream_remote_write_records_delivered_total", {}, 90),
+        Sample("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}, 10),
+        Sample("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 0),
     ]
     situation = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[OwnMetrics("http://sink", series)])
 
@@ -315,9 +315,9 @@ def test_what_anybody_may_have_written_can_not_move_the_cursor() -> None:
 
 def test_the_values_of_a_record_that_was_dropped_are_not_found_again() -> None:
     series = [
-        Series("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 2),
-        Series("gpustream_remote_write_values_refused_total", {"reason": "too_old"}, 80),
-        Series("gpustream_remote_write_values_refused_total", {"reason": "duplicate"}, 3),
+        Sample("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 2),
+        Sample("gpustream_remote_write_values_refused_total", {"reason": "too_old"}, 80),
+        Sample("gpustream_remote_write_values_refused_total", {"reason": "duplicate"}, 3),
     ]
     situation = see(healthy(), components=[OwnMetrics("http://sink", series)])
 
