@@ -9,14 +9,14 @@ State:    for each device the last tick, a ring of ``slots`` means, and at most 
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from delivery import replays
 from delivery.replays import LastTick
-from gpustream.ticks import Tick, TickDevice, TickHolder
+from gpustream.ticks import Tick, TickDevice
 from topics.attributed import Parts, by_pod
 from topics.idleness import IDLE_BELOW, Activity, activity_of, beside_parts, is_idle, work_of
 from topics.samples import Process, silent_after_ms, silent_after_s
@@ -173,10 +173,6 @@ class Device:
         """What is wrong with the device, in a few words; empty if nothing is."""
         trouble = {"lost": "lost", "timeout": "does not answer"}.get(self.state, "")
         return trouble or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
-
-    def is_idle_for(self, holder: Holder) -> bool:
-        """Whether a holder is known to do nothing with the device."""
-        return holder.idle and self.status in ("busy", "idle")
 
     def held_since_ms(self, name: str) -> int:
         """Since when the pod of this name has held the device, as far back as is known."""
@@ -353,8 +349,13 @@ class Fleet:
         """Each pod that holds the device, once; each process on a device that no pod holds. A holder that was not given
         the device is not idle."""
         if device.holders:
-            pods = by_pod(device.holders)
-            holders = [_pod(containers) for containers in pods.values()]
+            pods, holders = by_pod(device.holders), list[Holder]()
+            for containers in pods.values():  # one of them has the pod's parts
+                first = containers[0]
+                parts = next((container.parts for container in containers if container.parts is not None), Parts())
+                workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
+                team = first.labels.get("team") or first.namespace_labels.get("team", "")
+                holders.append(Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts)))
             uids, processes = [pod.pod_uid for pod in pods], device.processes
         else:
             holders = [
@@ -371,14 +372,6 @@ class Fleet:
             is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, process_work, rest) is True
             with_idleness.append(holder._replace(idle=is_known_idle and (holder.namespace, holder.pod) not in observed))
         return with_idleness
-
-
-def _pod(holders: Sequence[TickHolder]) -> Holder:
-    """A pod from its containers on a device. One of them has the pod's parts."""
-    first, parts = holders[0], next((holder.parts for holder in holders if holder.parts is not None), Parts())
-    workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
-    team = first.labels.get("team") or first.namespace_labels.get("team", "")
-    return Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts))
 
 
 def pods(devices: Iterable[Device]) -> list[Use]:
@@ -411,7 +404,7 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             for values, value in zip((ratios, memory, power), part, strict=True):
                 values += [] if value is None else [value]
         first, gpus = pairs[0][1], {device.gpu for device, _ in pairs}
-        not_idle = {device.gpu for device, holder in pairs if not device.is_idle_for(holder)}
+        not_idle = {device.gpu for device, holder in pairs if not holder.idle or device.status not in ("busy", "idle")}
         use = Use(
             first.namespace,
             first.pod,

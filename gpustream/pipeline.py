@@ -83,29 +83,27 @@ class Tail:
     async def run(self) -> None:
         """Reads for ever; cancel it to stop."""
         while True:
-            batches = await self._consumer.getmany(timeout_ms=1000)
-            for tp, records in batches.items():
+            for tp, records in (await self._consumer.getmany(timeout_ms=1000)).items():
+                topic = clients.from_kafka(self._connection, tp).topic
                 for record in records:
-                    self._dispatch(clients.from_kafka(self._connection, tp).topic, record)
+                    if topic == alerts.TOPIC.name:
+                        self._on_alert(record)
+                    elif topic == dead_letters.TOPIC.name:
+                        headers = dict(record.headers)
+                        if dead_letters.RESUBMITTED not in headers:
+                            self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
+                    else:
+                        try:
+                            tick = decode_tick(record.value or b"")
+                        except msgspec.DecodeError as error:
+                            at = {"partition": record.partition, "offset": record.offset}
+                            log.warning("not a tick: %s", error, extra=at)
+                        else:
+                            self._on_tick(tick)
 
     async def stop(self) -> None:
         if self._consumer is not None:
             await clients.close(self._consumer)
-
-    def _dispatch(self, topic: str, record: Any) -> None:
-        if topic == alerts.TOPIC.name:
-            self._on_alert(record)
-        elif topic == dead_letters.TOPIC.name:
-            headers = dict(record.headers)
-            if dead_letters.RESUBMITTED not in headers:
-                self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
-        else:
-            try:
-                tick = decode_tick(record.value or b"")
-            except msgspec.DecodeError as error:
-                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
-            else:
-                self._on_tick(tick)
 
 
 class Producer(Component, Protocol):

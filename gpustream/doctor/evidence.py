@@ -10,6 +10,7 @@ tick before the committed offset that has neither is lost, and a tick after it w
 begins only after the tick was logged, the record may have been deleted: nobody can know.
 """
 
+import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -198,11 +199,10 @@ class Evidence:
         topic = self._unprefixed(record.topic)
         if self._oldest_ms.get(tp := Partition(topic, record.partition)) == math.inf:
             self._oldest_ms[tp] = record.timestamp
-        if topic == dead_letters.TOPIC.name:
-            self._add_dead_letter(record)
-            return
-        try:
-            if topic == samples.TOPIC.name:
+        with contextlib.suppress(msgspec.DecodeError):
+            if topic == dead_letters.TOPIC.name:
+                self._add_dead_letter(record)
+            elif topic == samples.TOPIC.name:
                 self._add_sample(record)
             elif topic == attributed.TOPIC.name:
                 tick = self._attributed(record.value or b"")
@@ -219,19 +219,13 @@ class Evidence:
                 node.snapshots.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
                 node.has_holders = bool(snapshot.containers)
             elif topic == workloads.TOPIC.name:
-                self._add_workloads(record)
-        except msgspec.DecodeError:
-            if topic == samples.TOPIC.name:
-                self.unreadable[self._fate_without_output(record)] += 1
-
-    def _add_workloads(self, record: Any) -> None:
-        listed = self._workloads(record.value or b"")
-        self.listed_ms[listed.cluster] = max(self.listed_ms.get(listed.cluster, 0), record.timestamp)
-        node = self.nodes[NodeName(listed.cluster, listed.node)]
-        if listed.epoch < (node.epoch or 0):
-            node.outdated_epochs += 1
-        else:
-            node.removed, node.epoch = listed.removed, listed.epoch
+                listed = self._workloads(record.value or b"")
+                self.listed_ms[listed.cluster] = max(self.listed_ms.get(listed.cluster, 0), record.timestamp)
+                node = self.nodes[NodeName(listed.cluster, listed.node)]
+                if listed.epoch < (node.epoch or 0):
+                    node.outdated_epochs += 1
+                else:
+                    node.removed, node.epoch = listed.removed, listed.epoch
 
     def _add_dead_letter(self, record: Any) -> None:
         if (offset := dead_letters.resubmitted(record.headers)) is not None:
@@ -249,7 +243,11 @@ class Evidence:
             self._dead[cause.origin.partition].add(cause.origin.offset)
 
     def _add_sample(self, record: Any) -> None:
-        tick = self._tick(record.value or b"")
+        try:
+            tick = self._tick(record.value or b"")
+        except msgspec.DecodeError:
+            self.unreadable[self._fate_without_output(record)] += 1
+            return
         node = self.nodes[NodeName(tick.cluster, tick.node)]
         run = node.runs.get(tick.run_id)
         if run is None:
