@@ -241,17 +241,6 @@ def row(title: str) -> Json:
     }
 
 
-def data_source() -> Json:
-    """The variable by which a reader chooses the Prometheus."""
-    return {
-        "name": "datasource",
-        "label": "data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "current": {"text": "Prometheus", "value": "prometheus"},
-    }
-
-
 def choice(name: str, label: str, metric: str, *, single: bool = False) -> Json:
     """A variable that is filled by the values of a label, of which one or several may be chosen; All matches what
     lacks the label, too. But all of ``otel`` has a cluster, and what other profiles write beside it has not."""
@@ -296,6 +285,13 @@ def dashboard(
     uid: str, title: str, description: str, variables: Sequence[Json], panels: Iterable[Json], since: str = "now-1h"
 ) -> Json:
     """The dashboard, with links to all others of gpustream that keep the time and the variables."""
+    data_source = {
+        "name": "datasource",
+        "label": "data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "current": {"text": "Prometheus", "value": "prometheus"},
+    }
     link = {
         "type": "dashboards",
         "title": "gpustream",
@@ -321,7 +317,7 @@ def dashboard(
         "time": {"from": since, "to": "now"},
         "links": [link],
         "annotations": {"list": []},
-        "templating": {"list": [data_source(), *variables]},
+        "templating": {"list": [data_source, *variables]},
         "panels": placed(panels),
     }
 
