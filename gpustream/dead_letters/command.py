@@ -29,7 +29,6 @@ from gpustream.command import (
     options,
     output_format,
 )
-from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
     ALREADY_SENT,
     RESUBMITTABLE,
@@ -41,6 +40,7 @@ from gpustream.dead_letters.letters import (
     letters,
     original,
     refusal_reason,
+    send_again,
 )
 from gpustream.output import FAILED, answer, failed, json_lines, json_text, second, show
 from topics import dead_letters as contract
@@ -252,7 +252,7 @@ def resubmit(
     """
     letter_filter = LetterFilter(**filters, ids=frozenset(letters))
     connection = dataclasses.replace(connection, compression=compression)
-    result = answer(resubmission.resubmit(connection, since_s, letter_filter, send=yes))
+    result = answer(send_again(connection, since_s, letter_filter, send=yes))
     for reason, ids in result.not_sent.items():
         listed = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
         click.echo(printable(f"not sent: {listed}: {reason}"), err=True)

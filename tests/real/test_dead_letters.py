@@ -19,7 +19,7 @@ from delivery import topic_admin
 from gpustream import history
 from gpustream.cli import main
 from gpustream.dead_letters import letters
-from gpustream.dead_letters.resubmission import TRANSACTIONAL_ID
+from gpustream.dead_letters.letters import TRANSACTIONAL_ID
 from tests.eventually import eventually
 from tests.real.certificates import Authority
 from tests.real.pipeline import Gpustream, read_all
