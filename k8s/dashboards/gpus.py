@@ -194,6 +194,16 @@ def by_device(metric: str) -> str:
     return f"max by ({OF_DEVICE}) ({metric}{{{NODE_MATCHERS}}})"
 
 
+def use_of_pods(matchers: str, by: str) -> list[Column]:
+    """What pods hold and use, alone or of shared devices."""
+    return [
+        Column("devices", holding(matchers, by)),
+        Column("GPUs' worth of work", f"sum by ({by}) ({alone_or_part(*UTILIZATION, matchers)})"),
+        Column("memory", f"sum by ({by}) ({alone_or_part(*MEMORY, matchers)})", "bytes"),
+        Column("power", f"sum by ({by}) ({alone_or_part(*POWER, matchers)})", "watt"),
+    ]
+
+
 NODE_BOARD = dashboard(
     "gpu-node",
     "GPU node",
@@ -257,12 +267,7 @@ NODE_BOARD = dashboard(
             "What pods use",
             "What each pod uses, alone or of shared devices.",
             "k8s_namespace_name k8s_pod_name",
-            [
-                Column("devices", holding(NODE_MATCHERS, POD)),
-                Column("GPUs' worth of work", f"sum by ({POD}) ({alone_or_part(*UTILIZATION, NODE_MATCHERS)})"),
-                Column("memory", f"sum by ({POD}) ({alone_or_part(*MEMORY, NODE_MATCHERS)})", "bytes"),
-                Column("power", f"sum by ({POD}) ({alone_or_part(*POWER, NODE_MATCHERS)})", "watt"),
-            ],
+            use_of_pods(NODE_MATCHERS, POD),
         ),
     ],
 )

@@ -46,9 +46,9 @@ def own_metrics(metric: str) -> dict[str, str]:
     return {metric_name: name for metric_name, name in names.items() if metric_name in _OWN_METRICS}
 
 
-def gpus(matchers: str = NODE_MATCHERS) -> str:
+def gpus() -> str:
     """1 for each physical GPU."""
-    return f"group by ({GPU}) (gpu_info{{{matchers}}} or gpu_holders{{{matchers}}})"
+    return f"group by ({GPU}) (gpu_info{{{NODE_MATCHERS}}} or gpu_holders{{{NODE_MATCHERS}}})"
 
 
 def held_gpus() -> str:

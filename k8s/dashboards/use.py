@@ -1,6 +1,6 @@
 """The dashboards of who has what and what comes of it: workloads, idle GPUs, and what was used, by hour."""
 
-from k8s.dashboards.gpus import CLUSTER, IDLE, NODE, NOT_CUT
+from k8s.dashboards.gpus import CLUSTER, IDLE, NODE, NOT_CUT, use_of_pods
 from k8s.dashboards.panel import (
     BAD_ABOVE_ZERO,
     LOOK_ABOVE_ZERO,
@@ -106,10 +106,7 @@ WORKLOADS_BOARD = dashboard(
             "Now.",
             "k8s_cluster_name k8s_namespace_name k8s_workload_kind k8s_workload_name",
             [
-                Column("devices", holding(WORKLOAD_MATCHERS, WORKLOAD)),
-                Column("GPUs' worth of work", f"sum by ({WORKLOAD}) ({DID})"),
-                Column("memory", f"sum by ({WORKLOAD}) ({MEMORY_USED})", "bytes"),
-                Column("power", f"sum by ({WORKLOAD}) ({DREW})", "watt"),
+                *use_of_pods(WORKLOAD_MATCHERS, WORKLOAD),
                 Column(
                     "alerts", f"count by ({WORKLOAD}) (gpu_alert_firing{{{WORKLOAD_MATCHERS}}})", steps=BAD_ABOVE_ZERO
                 ),
@@ -120,11 +117,7 @@ WORKLOADS_BOARD = dashboard(
             "Pods and what they do",
             "Now.",
             "k8s_namespace_name k8s_pod_name k8s_node_name",
-            [
-                Column("devices", holding(WORKLOAD_MATCHERS, PODS)),
-                Column("GPUs' worth of work", f"sum by ({PODS}) ({DID})"),
-                Column("memory", f"sum by ({PODS}) ({MEMORY_USED})", "bytes"),
-            ],
+            use_of_pods(WORKLOAD_MATCHERS, PODS)[:-1],
         ),
         table(
             "XID errors of its pods",
