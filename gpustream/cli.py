@@ -111,8 +111,7 @@ COMMANDS = {
         "gpustream.reclaim:reclaim", "What was decided about workloads that waste GPUs, and how to take it back."
     ),
     "usage": _command(
-        "gpustream.usage.command:usage",
-        "Say who had how many GPU-hours, what of them was used, and what that costs.",
+        "gpustream.usage.command:usage", "Say who had how many GPU-hours, what of them was used, and what that costs."
     ),
     "report": _command(
         "gpustream.report.command:report",

@@ -5,7 +5,7 @@ Out:      lines on standard output: a table on a terminal, tab-separated fields 
 On failure: what is wrong, on standard error, and exit code 1.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import click
@@ -81,17 +81,9 @@ class TopicRow(NamedTuple):
 
 
 def rows(
-    expected: Iterable[Topic], descriptions: Mapping[str, TopicDescription], mismatches: Iterable[Mismatch]
+    expected: Iterable[Topic], descriptions: Mapping[str, TopicDescription], mismatches: Collection[Mismatch]
 ) -> list[TopicRow]:
     """A row per topic of the contract, in the order of the flow."""
-    messages_by_topic: dict[str, list[str]] = {}
-    for mismatch in mismatches:
-        message = (
-            "missing"
-            if mismatch.have == "missing"
-            else f"{mismatch.subject} is {mismatch.have}, must be {mismatch.want}"
-        )
-        messages_by_topic.setdefault(mismatch.topic, []).append(message)
     topic_rows = []
     for topic in expected:
         description, retention = descriptions.get(topic.name), "for ever"
@@ -99,6 +91,11 @@ def rows(
             settings = (description.settings if description is not None else None) or {}
             ms = int(settings.get("retention.ms") or topic.settings()["retention.ms"])
             retention = "for ever" if ms < 0 else duration_words(ms) if ms % HOUR_MS else f"{ms // HOUR_MS} h"
+        differences = [
+            "missing" if row.have == "missing" else f"{row.subject} is {row.have}, must be {row.want}"
+            for row in mismatches
+            if row.topic == topic.name
+        ]
         topic_rows.append(
             TopicRow(
                 topic=topic.name,
@@ -106,7 +103,7 @@ def rows(
                 partitions="-" if description is None else str(description.partitions),
                 cleanup=topic.cleanup,
                 retention=retention,
-                verdict="; ".join(messages_by_topic.get(topic.name, [])) or "yes",
+                verdict="; ".join(differences) or "yes",
             )
         )
     return topic_rows

@@ -125,12 +125,10 @@ class OwnMetrics(NamedTuple):
 
     def since(self, now_ms: int) -> str:
         """For how long its counters have counted, as text."""
-        start_times = [series.value for series in self.series if series.name == "process_start_time_seconds"]
-        return (
-            f"since its start {duration_words(now_ms - start_times[0] * 1000)} ago"
-            if start_times
-            else "since its start"
-        )
+        for series in self.series:
+            if series.name == "process_start_time_seconds":
+                return f"since its start {duration_words(now_ms - series.value * 1000)} ago"
+        return "since its start"
 
 
 class Prometheus(NamedTuple):

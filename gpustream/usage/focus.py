@@ -162,12 +162,9 @@ class Bill:
     @property
     def range(self) -> Range | None:
         """The time range of its charges, in whole hours; None if none of them could be divided."""
-        charges = self._charges.values()
-        return (
-            Range(min(charge.from_ms for charge in charges), max(charge.to_ms for charge in charges))
-            if charges
-            else None
-        )
+        if not (charges := self._charges.values()):
+            return None
+        return Range(min(charge.from_ms for charge in charges), max(charge.to_ms for charge in charges))
 
     def add(self, record: Usage) -> None:
         """Adds a record. There is one for each key."""
