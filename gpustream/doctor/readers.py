@@ -261,24 +261,28 @@ _KUBELET_SILENT_S = 60.0
 def components(situation: Situation) -> CheckResult:
     """Checks the components' own metrics: what they dropped, why they are not ready, what their receiver answers."""
     findings = Findings()
-    silent = silent_consumer(situation)  # the finding of its group names it
+    _, silent = silent_consumer(situation) or (None, None)  # the finding of its group names it
     for component in situation.components:
-        if component.error and silent is not None and component is silent[1]:
-            continue
+        url = component.url
         if component.error:
-            url = component.url
-            findings.add(f"{url}: no metrics", component.error, "it was asked", "is it up, and is it --listen?")
+            if component is not silent:
+                findings.add(f"{url}: no metrics", component.error, "it was asked", "is it up, and is it --listen?")
             continue
         if component.not_ready:
-            next_step = _next_step(component.not_ready)
-            findings.add(f"{component.url}: not ready", component.not_ready, "/readyz says so", next_step)
+            next_step = "its log says more"
+            if status := re.search(r"\bHTTP ([45]\d\d)\b", component.not_ready):
+                next_steps = (step for digits, step in _STATUS_NEXT.items() if status[1].startswith(digits))
+                next_step = next(next_steps, "see the receiver's log")
+            elif "does not accept" in component.not_ready:
+                next_step = "docs/runbooks/GpustreamReceiverFailing.md: is the receiver up, and its address right?"
+            findings.add(f"{url}: not ready", component.not_ready, "/readyz says so", next_step)
         silent_s = max(
             (series.value for series in component.series if series.name == "gpustream_node_kubelet_age_seconds"),
             default=0,
         )
         if silent_s > _KUBELET_SILENT_S:
             findings.add(
-                f"{component.url}: its kubelet has been silent for {duration_words(silent_s * 1000)}",
+                f"{url}: its kubelet has been silent for {duration_words(silent_s * 1000)}",
                 "the kubelet is down or its socket is another one: new pods are missing",
                 "gpustream_node_kubelet_age_seconds",
                 "docs/runbooks/GpustreamKubeletSilent.md",
@@ -287,18 +291,6 @@ def components(situation: Situation) -> CheckResult:
     outcomes = [_outcome_counts(component) for component in situation.components if not component.error]
     summary = "; ".join(filter(None, outcomes)) or "not asked (--metrics)"
     return CheckResult(summary, findings, looked=bool(situation.components))
-
-
-def _next_step(not_ready: str) -> str:
-    """What to do about a reason for not being ready, by the HTTP status in it, if there is one."""
-    if status := re.search(r"\bHTTP ([45]\d\d)\b", not_ready):
-        return next(
-            (next_step for status_prefix, next_step in _STATUS_NEXT.items() if status[1].startswith(status_prefix)),
-            "see the receiver's log",
-        )
-    if "does not accept" in not_ready:
-        return "docs/runbooks/GpustreamReceiverFailing.md: is the receiver up, and its address right?"
-    return "its log says more"
 
 
 def _loss_findings(situation: Situation, component: OwnMetrics) -> list[Finding]:
