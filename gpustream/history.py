@@ -65,16 +65,14 @@ class History:
         self.connection, self.partitions, self.kept_ms = connection, partitions, kept_ms
         self._consumer, self._without = consumer, without
 
-    async def ends(self, topic: str) -> dict[Partition, int]:
-        return await clients.ends(self.connection, self._consumer, self._partitions_of(topic))
-
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
         """The offsets of what was logged at or after a time, up to the current end.
 
         If the broker knows no offsets by time, it is the whole topic.
         """
-        tps = self._partitions_of(topic)
-        ends = await self.ends(topic)
+        partitions = [Partition(topic, number) for number in range(self.partitions[topic])]
+        tps = [tp for tp in partitions if tp not in self._without]
+        ends = await clients.ends(self.connection, self._consumer, tps)
         starts = await clients.beginnings(self.connection, self._consumer, tps)
         if since_ms > _ANY_TIME_MS:
             offsets = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
@@ -132,10 +130,6 @@ class History:
             for record in records:
                 return record
         return None
-
-    def _partitions_of(self, topic: str) -> list[Partition]:
-        partitions = [Partition(topic, number) for number in range(self.partitions[topic])]
-        return [tp for tp in partitions if tp not in self._without]
 
 
 def decoded(

@@ -9,7 +9,7 @@ On failure: the first component that fails ends the run, and its error is raised
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -217,20 +217,14 @@ class Pipeline:
         self._moved_s = time.monotonic()
         unfinished = set(self._tasks.values())
         while unfinished and not self._is_over(stop, STOPPED_BY_S):
-            unfinished = await _unfinished(unfinished, _CHECK_EVERY_S)
+            _, unfinished = await asyncio.wait(unfinished, timeout=_CHECK_EVERY_S)
         for task in unfinished:
             log.warning("did not stop in time", extra={"component": task.get_name()})
         for task in [*unfinished, *([tail] if tail else [])]:
             task.cancel()
         closing = asyncio.create_task(self.tail.stop())
-        for task in await _unfinished([closing], _CLOSE_S):
-            task.cancel()
+        await asyncio.wait([closing], timeout=_CLOSE_S)
+        closing.cancel()
         for task in [*self._tasks.values(), closing]:
             if task.done() and not task.cancelled():
                 task.exception()  # retrieved, so that asyncio does not log it too
-
-
-async def _unfinished(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> set["asyncio.Task[None]"]:
-    """The tasks that are not done after this time."""
-    waiting = list(tasks)
-    return (await asyncio.wait(waiting, timeout=timeout_s))[1] if waiting else set()

@@ -54,13 +54,13 @@ def options_markdown() -> str:
         "## How Kafka is reached",
         "Every command that has `--kafka` has these too. [kafka.md](../how-to/kafka.md#connect) says which of "
         "them a broker wants.",
-        table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
+        table(_COLUMNS, _option_rows(main.entries["alerts"].load(), shared=True)),
     ]
     for path, command in commands():
         title = " ".join(path)
         context = click.Context(command)
         arguments = [f" {param.make_metavar(context)}" for param in command.params if isinstance(param, click.Argument)]
-        options = [_option(param) for param in _options(command) if not _is_shared(param)]
+        options = _option_rows(command, shared=False)
         parts += [
             f"## {title}",
             *(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")),
@@ -133,13 +133,11 @@ def sections() -> Iterator[MetricsSection]:
                 yield MetricsSection(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
 
 
-def _options(command: click.Command) -> list[click.Option]:
-    return [param for param in command.params if isinstance(param, click.Option)]
-
-
-def _is_shared(option: click.Option) -> bool:
-    """Whether it is an option of the connection, which are in a table of their own."""
-    return str(option.name) in OF_CONNECTION and str(option.name).startswith("kafka_")
+def _option_rows(command: click.Command, *, shared: bool) -> list[tuple[str, str, str, str]]:
+    """The options of a command; ``shared``: only those of the connection, which are in a table of their own."""
+    shared_names = [name for name in OF_CONNECTION if name.startswith("kafka_")]
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    return [_option(option) for option in options if (option.name in shared_names) == shared]
 
 
 def _option(option: click.Option) -> tuple[str, str, str, str]:
