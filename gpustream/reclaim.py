@@ -38,7 +38,6 @@ from topics.topic import decoder
 
 log = logging.getLogger(__name__)
 
-Form = Literal["table", "json"]
 COLUMNS = ("at", "action", "state", "cluster", "what", "when", "why")
 _decode = decoder(Action)
 
@@ -60,7 +59,7 @@ def reclaim() -> None:
 @option("--namespace", help="Only what is about workloads of this namespace.")
 @output_format("table", "json", help="json: the last record of each action, one a line.")
 @LOG_FORMAT
-def list_(connection: Connection, namespace: str | None, form: Form) -> None:
+def list_(connection: Connection, namespace: str | None, form: Literal["table", "json"]) -> None:
     """List what is planned, would be done, was done, refused or undone: the last word on each action."""
     actions_by_id = answer(_actions(connection))
     rows = sorted(actions_by_id.values(), key=lambda action: (action.at, action.id))

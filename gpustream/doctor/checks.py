@@ -388,9 +388,7 @@ def dead_letters(situation: Situation, evidence: Evidence) -> CheckResult:
     return CheckResult(summary + (f"; {resubmitted} were sent again" if resubmitted else ""), findings)
 
 
-Check = Callable[[Situation, Evidence], CheckResult]
-
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Callable[[Situation, Evidence], CheckResult]] = {
     "pods": lambda situation, _: pods.pods(situation),
     "broker": lambda situation, _: brokers.broker(situation),
     "topics": lambda situation, _: brokers.topics(situation),

@@ -80,32 +80,29 @@ class _ApiReader:
         content = await self.get("leases", f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}")
         return timestamp_ms(content["spec"].get("renewTime")) if content else None
 
-    async def is_allowed(self, account: str, namespace: str, right: tuple[str, str, str], of_object: str = "") -> bool:
-        """Whether a service account has a right everywhere, or of one object, ``NAMESPACE/NAME``.
-
-        Raises PermissionError if this user may not ask, and Unreachable.
-        """
-        group, resource, verb = right
-        in_namespace, _, name = of_object.partition("/")
-        spec = {
-            "user": f"system:serviceaccount:{namespace}:{account}",
-            "groups": ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"],
-            "resourceAttributes": {
-                "group": group,
-                "resource": resource,
-                "verb": verb,
-                "namespace": in_namespace,
-                "name": name,
-            },
-        }
-        body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
-        path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
-        response = await self._client.request("POST", path, body=json.dumps(body).encode())
-        if response.status == 403:
-            raise PermissionError(message(response.body))
-        if response.status not in (200, 201):
-            raise _no_answer(response)
-        return bool((_decoded(response).get("status") or {}).get("allowed"))
+    async def missing_rights(self, account: str, namespace: str, lease: str) -> list[str]:
+        """What a cluster producer's service account may not do; nothing if this user may not ask. ``lease``: its Lease,
+        ``NAMESPACE/NAME``, if it has one. Raises Unreachable."""
+        user = f"system:serviceaccount:{namespace}:{account}"
+        groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]
+        lease_namespace, _, lease_name = lease.partition("/")
+        of_lease = {"namespace": lease_namespace, "name": lease_name}
+        rights = [(right, {"namespace": "", "name": ""}) for right in CLUSTER_RIGHTS]
+        rights += [(right, of_lease) for right in LEASE_RIGHTS if lease]
+        path, missing = "/apis/authorization.k8s.io/v1/subjectaccessreviews", []
+        for (group, resource, verb), of_object in rights:
+            attributes = {"group": group, "resource": resource, "verb": verb, **of_object}
+            spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
+            body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+            response = await self._client.request("POST", path, body=json.dumps(body).encode())
+            if response.status == 403:
+                self.refusals["rights"] = message(response.body)
+                return []
+            if response.status not in (200, 201):
+                raise _no_answer(response)
+            if not (_decoded(response).get("status") or {}).get("allowed"):
+                missing.append(f"{verb} {resource}{'.' * bool(group)}{group}")
+        return missing
 
 
 def _no_answer(response: Answer) -> Unreachable:
@@ -174,25 +171,12 @@ async def _inspect(api: _ApiReader, namespace: str) -> Cluster:
         config_maps=config_maps,
         leases={lease: await api.renewed_ms(lease) for lease in sorted(set(lease_by_account.values())) if lease},
         missing_rights={
-            account: await _missing_rights(api, namespace, account, lease)
+            account: await api.missing_rights(account, namespace, lease)
             for account, lease in sorted(lease_by_account.items())
         },
         logs={key: log for key in terminated if (log := await api.log(namespace, *key))},
         refusals=api.refusals,
     )
-
-
-async def _missing_rights(api: _ApiReader, namespace: str, account: str, lease: str) -> list[str]:
-    rights = [(right, "") for right in CLUSTER_RIGHTS] + [(right, lease) for right in LEASE_RIGHTS if lease]
-    try:
-        return [
-            f"{verb} {resource}{'.' * bool(group)}{group}"
-            for (group, resource, verb), of_object in rights
-            if not await api.is_allowed(account, namespace, (group, resource, verb), of_object)
-        ]
-    except PermissionError as error:
-        api.refusals["rights"] = str(error)
-        return []
 
 
 def lease_of(pod: Json, config_maps: Mapping[str, Json], namespace: str) -> str:
