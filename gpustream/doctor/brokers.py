@@ -121,23 +121,13 @@ def topics(situation: Situation) -> CheckResult:
     if kafka.error:
         return CheckResult("not asked", looked=False)
     if not kafka.topics:
-        other_prefixes = ", ".join(map(repr, kafka.other_prefixes))
         prefix_text = f"with the prefix {kafka.prefix!r}" if kafka.prefix else "without a prefix"
-        return CheckResult(
-            "there is none",
-            [
-                Finding(
-                    f"there is no topic of gpustream {prefix_text}",
-                    f"--topic-prefix is wrong: {other_prefixes} is there"
-                    if other_prefixes
-                    else "the topics were never made",
-                    "gpu.samples and all others are missing",
-                    "give the --topic-prefix that the producers have"
-                    if other_prefixes
-                    else f"run `{kafka.create_command}`",
-                )
-            ],
-        )
+        cause, next_step = "the topics were never made", f"run `{kafka.create_command}`"
+        if kafka.other_prefixes:
+            cause = f"--topic-prefix is wrong: {', '.join(map(repr, kafka.other_prefixes))} is there"
+            next_step = "give the --topic-prefix that the producers have"
+        finding, shown_by = f"there is no topic of gpustream {prefix_text}", "gpu.samples and all others are missing"
+        return CheckResult("there is none", [Finding(finding, cause, shown_by, next_step)])
     findings = Findings(
         Finding(
             str(mismatch),

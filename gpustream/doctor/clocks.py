@@ -19,7 +19,7 @@ def clocks(situation: Situation, evidence: Evidence) -> CheckResult:
     runs = {name: node.last_run[1] for name, node in evidence.nodes.items() if node.runs}
     offsets_ms = {name: -run.last_delay_ms for name, run in runs.items() if run.last_delay_ms < -AHEAD_MS}
     offsets_ms |= {name: -run.last_delay_ms for name, run in runs.items() if run.last_delay_ms > OLD_MS}
-    findings = Findings(_clock_finding(name, runs[name], offset_ms) for name, offset_ms in offsets_ms.items())
+    findings = Findings()
     all_alike = (
         offsets_ms
         and max(offsets_ms.values()) - min(offsets_ms.values()) < CLOCK_JITTER_MS
@@ -27,13 +27,14 @@ def clocks(situation: Situation, evidence: Evidence) -> CheckResult:
     )
     if all_alike:
         offset_ms = next(iter(offsets_ms.values()))
-        findings = Findings()
         findings.add(
             f"all {counted(len(runs), 'node')} are {_offset_text(offset_ms)} the brokers' clock",
             "the brokers' clock is wrong, or that from which the nodes have theirs",
             "their ticks and the log times of these differ by as much",
             "`chronyc tracking` on a broker and on a node",
         )
+    else:
+        findings += [_clock_finding(name, runs[name], offset_ms) for name, offset_ms in offsets_ms.items()]
     newest_ms = max((run.last_logged_ms for run in runs.values()), default=0)
     if newest_ms - situation.now_ms > AHEAD_MS:
         findings.add(
