@@ -98,10 +98,12 @@ async def listening(
     context: ssl.SSLContext | None = None,
     middlewares: Iterable[Middleware] = (),
     closing: Callable[[], None] = lambda: None,
+    cancel_on_leave: bool = True,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve inside of the context, and yield the actual address. ``option``: where the address is from, for errors.
 
-    ``closing`` is called before the server waits for open requests.
+    ``closing`` is called before the server waits for open requests. ``cancel_on_leave``: a handler is cancelled when
+    its client leaves, so that requests of clients that ask and leave do not pile up.
     """
     clients = _Clients()
     application = web.Application(middlewares=[clients.note_answering, *middlewares])
@@ -109,6 +111,7 @@ async def listening(
     runner = web.AppRunner(
         application,
         handle_signals=False,
+        handler_cancellation=cancel_on_leave,
         access_log=None,
         logger=_requests_log,
         shutdown_timeout=_END_S,

@@ -97,7 +97,12 @@ class PageSink:
         address = settings.page_listen or PAGE_ADDRESS
         async with contextlib.AsyncExitStack() as stack:
             listening = http_server.listening(
-                server.routes(), address, option="--page-listen", middlewares=[server.guard], closing=server.end
+                server.routes(),
+                address,
+                option="--page-listen",
+                middlewares=[server.guard],
+                closing=server.end,
+                cancel_on_leave=False,  # an open page counts as a request when it is closed
             )
             self.address = await stack.enter_async_context(listening)
             log.info("the page is at %s", self.url)

@@ -14,6 +14,7 @@ counters with other names, which some profiles have, would have no type.
 import asyncio
 import re
 import zlib
+from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -160,10 +161,14 @@ class Renderings:
         self._series = series
         self._thread = ThreadPoolExecutor(1, "scrape")
         self._under_way: dict[tuple[Names, bool], asyncio.Future[bytes]] = {}
+        self._scrapes: Count[asyncio.Future[bytes]] = Count()  # that wait for each
         self._closed = False
 
     async def compressed(self, names: Names = None, *, utf8: bool = False) -> bytes:
-        """The exposition now, or as it was when the rendering of it that is under way began."""
+        """The exposition now, or as it was when the rendering of it that is under way began.
+
+        A rendering for which no scrape waits any more is given up: it keeps nobody waiting.
+        """
         if self._closed:
             raise GivenUp
         key = names, utf8
@@ -180,7 +185,14 @@ class Renderings:
             under_way = asyncio.get_running_loop().run_in_executor(self._thread, render)
             self._under_way[key] = under_way
             under_way.add_done_callback(end)
-        return await asyncio.shield(under_way)
+        self._scrapes[under_way] += 1
+        try:
+            return await asyncio.shield(under_way)
+        finally:
+            self._scrapes[under_way] -= 1
+            if not self._scrapes[under_way]:
+                del self._scrapes[under_way]
+                under_way.cancel()
 
     def close(self) -> None:
         """Give up what is under way, and what waits for it."""

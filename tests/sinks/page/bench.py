@@ -33,6 +33,7 @@ class Bench:
             option="--page-listen",
             middlewares=[self.pages.guard],
             closing=self.pages.end,
+            cancel_on_leave=False,
         )
         async with served as (host, port), aiohttp.ClientSession() as client:
             self.url = f"http://{host}:{port}"

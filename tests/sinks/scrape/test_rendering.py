@@ -136,6 +136,21 @@ async def test_a_scraper_that_goes_away_takes_nothing_from_the_others(held_encod
     assert leaving.cancelled()
 
 
+async def test_a_rendering_that_nobody_waits_for_any_more_keeps_no_other_waiting(held_encoder: HeldEncoder) -> None:
+    with rendering(DEVICES) as renderings:
+        leaving = [asyncio.create_task(renderings.compressed(frozenset({f"gpu_{n}"}))) for n in range(50)]
+        await held_encoder.under_way()
+        for scrape in leaving:
+            scrape.cancel()
+        await asyncio.wait(leaving)
+        stays = asyncio.create_task(renderings.compressed())
+        await asyncio.sleep(0)
+        held_encoder.go.set()
+        assert gzip.decompress(await stays) == exposed(DEVICES).encode()
+
+    assert len(held_encoder.threads) == 2  # of those who left, only the one that was under way
+
+
 async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held_encoder: HeldEncoder) -> None:
     devices = list(DEVICES)
     with rendering(devices) as renderings:

@@ -185,6 +185,29 @@ async def test_clients_that_do_not_take_their_answers_take_no_memory(
     assert held_bytes < 3 * size
 
 
+async def test_a_client_that_asks_and_leaves_ends_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    waits, ended = asyncio.Event(), asyncio.Event()
+
+    class Endless(Renderings):
+        """Never renders anything."""
+
+        async def compressed(self, *_: Any, **__: Any) -> bytes:
+            waits.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return b""
+
+    async with serving(Endless(list), ANY_PORT, lambda: None) as address:
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await waits.wait()
+        writer.close()
+        await asyncio.wait_for(ended.wait(), 10)
+    assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
+
+
 async def test_head_says_what_get_would_be_without_rendering_it() -> None:
     async with bench() as running:
         answer = await running.ask("/metrics", "HEAD")
