@@ -1,10 +1,11 @@
-"""The address that a server of this process binds.
+"""What the servers of this process have in common.
 
-In: the host of an option such as ``--listen``. Out: the host to bind.
+In: the host of an option such as ``--listen``; what a client says that it accepts. Out: the host to bind; what to send.
 """
 
 import contextlib
 import socket
+from collections.abc import Iterator
 from ipaddress import ip_address
 
 
@@ -17,3 +18,24 @@ def bound_host(host: str) -> str:
         if ip_address(host).is_unspecified:
             return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - somebody wants every interface
     return host
+
+
+def gzip_accepted(accept_encoding: str) -> bool:
+    """Whether an Accept-Encoding header accepts gzip."""
+    qualities = {coding: quality for coding, _, quality in accepted_ranges(accept_encoding)}
+    return qualities.get("gzip", qualities.get("*", 0.0)) > 0
+
+
+def accepted_ranges(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """The ranges of an Accept header, each with its parameters and its quality, 0 to 1; 0 if that is malformed.
+
+    Source: RFC 9110, 12.4.2.
+    """
+    for part in header.lower().split(","):
+        name, *parameters = (text.strip() for text in part.split(";"))
+        by_name = dict(text.partition("=")[::2] for text in parameters)
+        try:
+            quality = float(by_name.get("q", "1"))
+        except ValueError:
+            quality = 0.0
+        yield name, by_name, quality if 0.0 <= quality <= 1.0 else 0.0

@@ -12,9 +12,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import gzip
 import io
 import logging
 import os
+import re
 import resource
 import socket
 import sys
@@ -24,16 +26,17 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from importlib.metadata import version
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import Metric, make_wsgi_app
+from prometheus_client import Metric
 from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from delivery.instruments import Instrument, Instruments
-from delivery.listening import bound_host
+from delivery.listening import bound_host, gzip_accepted
 from delivery.redaction import redact
 from delivery.values import Address
 
@@ -54,6 +57,7 @@ HUNG_AFTER_S = 10.0
 """An event loop that has not turned for this long hangs."""
 
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_ORIGIN = re.compile("^https?://[^/?]*", re.IGNORECASE)
 _BEAT_S = 1.0
 _ANSWER_WITHIN_S = 2.0
 _POLL_S = 0.1
@@ -86,11 +90,10 @@ class Health:
         self.instruments.gauge("gpustream_build_info", version("gpustream")).set(1)
         ProcessCollector(registry=self.instruments.registry)
         GCCollector(registry=self.instruments.registry)
-        families = Families(
+        self._families = Families(
             [*registries, self.instruments.registry],
             at_once=lambda collect: self._on_the_loop(collect, collect),  # beside it, if it does not answer
         )
-        self._exposition: WSGIApplication = make_wsgi_app(families)
 
     def reasons(self) -> list[str]:
         """Why the process is not ready. The components are asked on their own thread."""
@@ -118,27 +121,37 @@ class Health:
 
     def answer(self, environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
         """The WSGI application."""
-        status, path = "200 OK", environ.get("PATH_INFO", "")
+        status, headers, path = "200 OK", [("Content-Type", "text/plain; charset=utf-8")], environ.get("PATH_INFO", "")
         if path == "/metrics":
-            self.instruments.gauge("gpustream_ready").set(not self.reasons())
-            try:
-                choose_encoder(environ.get("HTTP_ACCEPT", ""))
-            except (TypeError, ValueError):  # the library raises these for a version that is no number
-                environ = {**environ, "HTTP_ACCEPT": ""}
-            return self._exposition(environ, start)
-        if path == "/healthz":
-            text = "ok\n"
+            status, headers, body = self._metrics(environ)
+        elif path == "/healthz":
+            body = b"ok\n"
             if self.hung():
-                status, text = "503 Service Unavailable", "the event loop hangs\n"
+                status, body = "503 Service Unavailable", b"the event loop hangs\n"
         elif path == "/readyz":
-            text = "ready\n"
+            body = b"ready\n"
             if reasons := self.reasons():
-                status, text = "503 Service Unavailable", "".join(f"{redact(reason)}\n" for reason in reasons)
+                status, body = "503 Service Unavailable", "".join(f"{redact(reason)}\n" for reason in reasons).encode()
         else:
-            status, text = "404 Not Found", "/metrics, /healthz and /readyz are here\n"
-        body = text.encode()
-        start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
-        return [body]
+            status, body = "404 Not Found", b"/metrics, /healthz and /readyz are here\n"
+        start(status, [*headers, ("Content-Length", str(len(body)))])
+        return [] if environ.get("REQUEST_METHOD") == "HEAD" else [body]
+
+    def _metrics(self, environ: "WSGIEnvironment") -> tuple[str, list[tuple[str, str]], bytes]:
+        """The status, the headers and the body of /metrics."""
+        if environ.get("REQUEST_METHOD", "GET") not in ("GET", "HEAD"):
+            return "405 Method Not Allowed", [("Allow", "GET,HEAD")], b"GET and HEAD are what can be asked here\n"
+        self.instruments.gauge("gpustream_ready").set(not self.reasons())
+        try:
+            encode, content_type = choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):  # the library raises these for a version that is no number
+            encode, content_type = choose_encoder("")
+        names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
+        body = encode(self._families if names is None else self._families.restricted_registry(names))
+        headers = [("Content-Type", content_type), ("Vary", "Accept, Accept-Encoding")]
+        if gzip_accepted(environ.get("HTTP_ACCEPT_ENCODING", "")):
+            return "200 OK", [*headers, ("Content-Encoding", "gzip")], gzip.compress(body)
+        return "200 OK", headers, body
 
     async def beat(self) -> None:
         """Measures, for ever, how late the event loop is."""
@@ -182,7 +195,7 @@ class Families(Collector):
         self._names = None if names is None else frozenset(names)
 
     def restricted_registry(self, names: Iterable[str]) -> "Families":
-        """Only the samples with one of these names; the client library calls this for ``?name[]=``."""
+        """Only the samples with one of these names."""
         return Families(self._registries, at_once=self._at_once, names=names)
 
     def collect(self) -> Iterator[Metric]:
@@ -268,6 +281,11 @@ class _Handler(WSGIRequestHandler):
         self.rfile.close()
         self.rfile = io.BufferedReader(_TimedReader(self.connection, time.monotonic() + CLIENT_S))
         self.wfile = _TimedWriter(self.connection)
+
+    def get_environ(self) -> "WSGIEnvironment":
+        """The request for WSGI. Its target may be a whole address (RFC 9112, 3.2.2), of which the path counts."""
+        self.path = _ORIGIN.sub("", self.path)
+        return super().get_environ()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parameter's name where it is called
         """Nothing is logged."""

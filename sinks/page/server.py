@@ -20,6 +20,7 @@ from aiohttp import web
 from prometheus_client import Counter, Gauge
 
 from delivery.clock import now_ms
+from delivery.listening import gzip_accepted
 from sinks.page import frames
 from sinks.page.config import host_name
 from sinks.page.fleet import Fleet
@@ -168,7 +169,7 @@ class PageServer:
         if self._watched.total() >= MAX_PAGES:
             busy = f"retry: {_BUSY_RETRY_MS}\nevent: busy\ndata:\n\n"
             return web.Response(text=busy, content_type="text/event-stream", headers=HEADERS)
-        compress = "gzip" in request.headers.get("Accept-Encoding", "")
+        compress = gzip_accepted(",".join(request.headers.getall("Accept-Encoding", [])))
         response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         response.content_type = "text/event-stream"
         if compress:

@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 
 from prometheus_client import utils
 
+from delivery.listening import accepted_ranges
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from topics.metric import Labels
 
@@ -65,30 +66,12 @@ _BY_RANGE = {
 def accepted(accept: str) -> str:
     """The supported content type that an Accept header prefers; text 0.0.4 if it has none or is malformed."""
     qualities: dict[str, float] = {}
-    for media, parameters, quality in _ranges(accept):
+    for media, parameters, quality in accepted_ranges(accept):
         if (content_type := _BY_RANGE.get((media, parameters.get("version")))) is not None:
             utf8 = content_type == TEXT_1 and parameters.get("escaping") == "allow-utf-8"
             qualities.setdefault(TEXT_UTF8 if utf8 else content_type, quality)
     best = max(qualities, key=qualities.__getitem__, default=TEXT)
     return best if qualities.get(best) else TEXT
-
-
-def gzip_accepted(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header accepts gzip."""
-    qualities = {coding: quality for coding, _, quality in _ranges(accept_encoding)}
-    return qualities.get("gzip", qualities.get("*", 0.0)) > 0
-
-
-def _ranges(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """The ranges of a header, each with its parameters and its quality, 0 to 1; 0 if that is malformed."""
-    for part in header.lower().split(","):
-        name, *parameters = (text.strip() for text in part.split(";"))
-        by_name = dict(text.partition("=")[::2] for text in parameters)
-        try:
-            quality = float(by_name.get("q", "1"))
-        except ValueError:
-            quality = 0.0
-        yield name, by_name, quality if 0.0 <= quality <= 1.0 else 0.0
 
 
 # -- families

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from delivery.listening import gzip_accepted
 from sinks import http_server
-from sinks.scrape.exposition import TEXT_UTF8, GivenUp, Renderings, accepted, gzip_accepted, pieces
+from sinks.scrape.exposition import TEXT_UTF8, GivenUp, Renderings, accepted, pieces
 
 ANSWER_S = 60.0
 """A client has so long to take an answer."""

@@ -125,6 +125,38 @@ async def test_no_accept_header_is_an_error(accept: str) -> None:
     assert (answer.status, "gpustream_ready 1.0" in answer.text) == (200, True)
 
 
+async def _raw(address: Address, request: str) -> tuple[bytes, bytes]:
+    """The head and the body of what a request of these lines is answered."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write("".join(f"{line}\r\n" for line in (*request.splitlines(), "Host: x", "")).encode())
+    head, _, body = (await asyncio.wait_for(reader.read(), LIMIT_S)).partition(b"\r\n\r\n")
+    writer.close()
+    return head, body
+
+
+@pytest.mark.parametrize("path", ["/metrics?name[]=gpustream_ready", "/healthz", "/readyz", "/elsewhere"])
+async def test_head_is_answered_as_get_without_the_body(path: str) -> None:
+    async with _served(_health("starting")) as address:
+        got, asked = await _raw(address, f"GET {path} HTTP/1.1"), await _raw(address, f"HEAD {path} HTTP/1.1")
+
+    assert (asked[0].splitlines()[0], asked[1]) == (got[0].splitlines()[0], b"")
+    assert f"Content-Length: {len(got[1])}".encode() in asked[0].splitlines()
+
+
+async def test_a_request_may_name_the_whole_address() -> None:
+    async with _served(_health()) as address:
+        for target in ("http://x/healthz", "HTTP://x:9401/healthz?a=b", "https://[::1]:9401/healthz"):
+            assert (await _raw(address, f"GET {target} HTTP/1.1"))[1] == b"ok\n"
+
+
+@pytest.mark.parametrize(("accepted", "is_gzip"), [("gzip", True), ("gzip;q=0", False), ("gzip;q=0, *", False)])
+async def test_who_refuses_gzip_gets_text(accepted: str, is_gzip: bool) -> None:
+    async with _served(_health()) as address:
+        head, body = await _raw(address, f"GET /metrics HTTP/1.1\nAccept-Encoding: {accepted}")
+
+    assert (b"Content-Encoding: gzip" in head, body.startswith(b"# HELP")) == (is_gzip, not is_gzip)
+
+
 async def test_a_client_that_sends_its_request_byte_by_byte_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLIENT_S", 0.3)
     async with _served(_health()) as address:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sinks.scrape.exposition import TEXT, TEXT_1, TEXT_UTF8, accepted, gzip_accepted
+from sinks.scrape.exposition import TEXT, TEXT_1, TEXT_UTF8, accepted
 
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
@@ -47,20 +47,3 @@ def test_a_scraper_gets_what_it_prefers(accept: str, format_: str) -> None:
 )
 def test_a_malformed_accept_header_gets_the_plain_text(accept: str) -> None:
     assert accepted(accept) == TEXT
-
-
-@pytest.mark.parametrize(
-    ("header", "is_gzip"),
-    [
-        ("gzip", True),
-        ("deflate, GZIP;q=0.5", True),
-        ("*", True),
-        ("gzip;q=0", False),
-        ("gzip;q=0, *", False),
-        ("identity", False),
-        ("x-gzipped", False),
-        ("", False),
-    ],
-)
-def test_gzip_is_sent_to_clients_that_accept_it(header: str, is_gzip: bool) -> None:
-    assert gzip_accepted(header) is is_gzip
