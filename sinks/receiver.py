@@ -21,6 +21,7 @@ import contextlib
 import logging
 import math
 import random
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -53,6 +54,9 @@ _TEXT_BYTES = 16 * 1024
 _TEXT_S = 5.0
 _LINE_CHARACTERS = 300
 _CHECK_EVERY_S = 1.0
+
+_PATH = re.compile(r"(https?://[^\s/?#]+)[/?#]\S*")
+"""The path of a URL, which may be a secret."""
 
 _AGAIN = frozenset({0, 408, 425, 429})
 _MISCONFIGURED = frozenset({401, 403, 404, 405, 407, 410})
@@ -132,7 +136,8 @@ class Http:
         except TimeoutError:
             return Reply(0, f"no answer within {self._settings.request_timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Reply(0, _line(f"{type(error).__name__}: {error}").strip(": "))  # what is no HTTP may be long
+            reason = _PATH.sub(r"\1", f"{type(error).__name__}: {error}")
+            return Reply(0, _line(reason).strip(": "))  # what is no HTTP may be long
 
     async def close(self) -> None:
         """Close the connections."""

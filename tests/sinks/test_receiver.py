@@ -366,6 +366,21 @@ async def test_an_answer_that_is_no_http_is_named_in_one_short_line_without_the_
     assert len(reply.text) <= 300
 
 
+async def test_a_receiver_that_closes_after_its_answer_is_named_without_the_path_of_the_url() -> None:
+    async def answer_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server, http = await asyncio.start_server(answer_and_close, "127.0.0.1", 0), Http(HttpSettings())
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/services/hidden?token=hidden"
+        replies = [await http.post(url, b"body", {}) for _ in range(2)]  # the second one on the closed connection
+    await http.close()
+    assert [reply.status for reply in replies] == [200, 0]
+    assert "hidden" not in replies[1].text
+
+
 async def test_a_proxy_whose_address_is_none_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://user:secret@proxy:port")
     http = Http(HttpSettings())
