@@ -51,6 +51,7 @@ SUMMED = frozenset(key for key in SERVED if CATALOGUE[key].unit not in {"celsius
 _MOST = 2.0**63
 """A larger value counts as this one: sums of values stay finite, and a producer may write any number."""
 
+_NODE = "k8s_node_name"
 _COMBINE: dict[Combination, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
@@ -132,7 +133,7 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
     by_namespace: dict[str, list[Holding]] = {}
     for device in {device.uuid: device for device in tick.devices}.values():
         device_labels = {
-            "k8s_node_name": tick.node,
+            _NODE: tick.node,
             "gpu_uuid": device.mig.parent_uuid if device.mig else device.uuid,
             "gpu_model": "-".join((device.model or "").split()),  # a label of Kubernetes may have no spaces
         }
@@ -206,7 +207,8 @@ class Holdings:
     ) -> dict[str, list[Holding]]:
         """The holdings of each pod of a namespace, on the devices whose labels ``select`` accepts.
 
-        If two pods with the same name hold devices on two nodes, the one with the latest tick counts.
+        A pod is on one node: if two nodes name it, the one with the latest tick counts. They do after the pod was made
+        again elsewhere, and while a node has another name than before.
         """
         holdings_by_pod: dict[str, list[Holding]] = {}
         for name in self._by_namespace.get(namespace, ()):
@@ -214,8 +216,14 @@ class Holdings:
             for holding in node.namespaces[namespace] if node.expires_s > now_s else ():
                 holdings_by_pod.setdefault(holding.pod, []).append(holding)
         for holdings in holdings_by_pod.values():
-            uid = max(holdings, key=lambda holding: holding.ts_ms).pod_uid
-            holdings[:] = [holding for holding in holdings if holding.pod_uid in (uid, None) and select(holding.labels)]
+            newest = max(holdings, key=lambda holding: holding.ts_ms)
+            holdings[:] = [
+                holding
+                for holding in holdings
+                if holding.labels[_NODE] == newest.labels[_NODE]
+                and holding.pod_uid in (newest.pod_uid, None)
+                and select(holding.labels)
+            ]
         return {pod: holdings for pod, holdings in holdings_by_pod.items() if holdings}
 
     def __len__(self) -> int:

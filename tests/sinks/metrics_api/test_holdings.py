@@ -143,6 +143,18 @@ def test_of_two_pods_of_one_name_the_one_that_was_heard_of_last_counts() -> None
         assert pod_value(holdings_of(*order).pods("ml", 0.0)["p"], USED) == 0.9
 
 
+@pytest.mark.parametrize("known", [{"pod_uid": "u"}, {}])
+def test_a_pod_of_a_node_that_has_another_name_now_does_not_count_twice(known: dict[str, str]) -> None:
+    holdings = Holdings()
+    memory = {"memory_used_bytes": 1000}
+    holdings.add_tick(tick(1, device("GPU-a", holder("p", **known), metrics=memory)), 0.0, 0.0)
+    holdings.add_tick(tick(2, device("GPU-a", holder("p", **known), metrics=memory), node="renamed"), 1.0, 0.0)
+    pods = holdings.pods("ml", 2.0)
+
+    assert combined_value(pods, "memory_used_bytes") == 1000
+    assert [holding.labels["k8s_node_name"] for holding in pods["p"]] == ["renamed"]
+
+
 def test_pods_of_one_workload_together_are_the_mean_of_ratios_and_the_sum_of_amounts() -> None:
     devices = [
         device("GPU-a", of_deployment("p"), metrics={USED: 0.2, "power_watts": 100}),
