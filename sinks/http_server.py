@@ -117,6 +117,7 @@ async def listening(
         shutdown_timeout=_END_S,
         keepalive_timeout=IDLE_S,
         max_headers=_MAX_HEADERS,
+        auto_decompress=False,  # nothing reads a body: the gigabytes that a small one may become must cost nothing
     )
     await runner.setup()
     server = cast("web.Server", runner.server)  # it has one, since it is set up

@@ -1,6 +1,7 @@
 """The HTTP server of the sinks: whom it answers, and what it logs of its clients."""
 
 import asyncio
+import gzip
 import logging
 import struct
 from collections.abc import AsyncIterator
@@ -57,6 +58,19 @@ async def test_a_request_that_is_none_is_answered_and_not_logged(
 
     assert answer.split()[1] in (b"400", b"405")
     assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
+
+
+async def test_a_body_that_becomes_large_when_it_is_unpacked_stays_packed() -> None:
+    async def size(request: web.Request) -> web.Response:
+        return web.Response(text=f"{len(await request.read())} bytes")
+
+    bomb = gzip.compress(bytes(100 << 20))
+    async with listening([web.post("/", size)], ("127.0.0.1", 0), option="--listen") as address:
+        reader, writer = await asyncio.open_connection(*address)
+        headers = f"Host: x\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n"
+        writer.write(f"POST / HTTP/1.1\r\n{headers}\r\n".encode() + bomb)
+        assert (await reader.read()).endswith(f"\r\n{len(bomb)} bytes".encode())
+        writer.close()
 
 
 async def test_a_client_that_breaks_off_within_an_answer_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
