@@ -159,16 +159,19 @@ class OffsetClient:
 
     It has a connection of its own: a broker answers the requests of a connection one after the other, so each of these
     would wait behind a fetch that waits for records. The end of a log is its last stable offset: later records are of
-    open transactions, and can't be read yet.
+    open transactions, and can't be read yet. With ``read_uncommitted`` they count, too.
     """
 
-    def __init__(self, connection: Connection, *, client_id: str) -> None:
+    def __init__(self, connection: Connection, *, client_id: str, isolation_level: str = "read_committed") -> None:
         self._connection, self._client_id = connection, client_id
+        self._options = {**_NO_GROUP, "isolation_level": isolation_level}
         self._consumer: Any = None
 
     async def connect(self) -> None:
         """Connect, for as long as that takes; cancel to give up."""
-        self._consumer = await connect_consumer(self._connection, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
+        self._consumer = await connect_consumer(
+            self._connection, client_id=f"{self._client_id}-offsets", **self._options
+        )
 
     async def close(self) -> None:
         """Close the connection."""
@@ -196,7 +199,7 @@ class OffsetClient:
         times: dict[Partition, int | None] = dict.fromkeys(offsets)
         unread = {to_kafka(self._connection, tp): offset for tp, offset in offsets.items()}
         client_id = f"{self._client_id}-peek"
-        options = {"client_id": client_id, "max_partition_fetch_bytes": _PEEK_BYTES, **_NO_GROUP}
+        options = {"client_id": client_id, "max_partition_fetch_bytes": _PEEK_BYTES, **self._options}
         consumer = await connect_consumer(self._connection, **options)
         try:
             consumer.assign(list(unread))

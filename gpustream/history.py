@@ -65,14 +65,17 @@ class History:
         self.connection, self.partitions, self.kept_ms = connection, partitions, kept_ms
         self._consumer, self._without = consumer, without
 
+    async def ends(self, topic: str) -> dict[Partition, int]:
+        """The current end of each partition of a topic, as far as it can be read."""
+        return await clients.ends(self.connection, self._consumer, self.partitions_of(topic))
+
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
         """The offsets of what was logged at or after a time, up to the current end.
 
         If the broker knows no offsets by time, it is the whole topic.
         """
-        partitions = [Partition(topic, number) for number in range(self.partitions[topic])]
-        tps = [tp for tp in partitions if tp not in self._without]
-        ends = await clients.ends(self.connection, self._consumer, tps)
+        tps = self.partitions_of(topic)
+        ends = await self.ends(topic)
         starts = await clients.beginnings(self.connection, self._consumer, tps)
         if since_ms > _ANY_TIME_MS:
             offsets = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
@@ -130,6 +133,11 @@ class History:
             for record in records:
                 return record
         return None
+
+    def partitions_of(self, topic: str) -> list[Partition]:
+        """The partitions of a topic that can be read."""
+        partitions = [Partition(topic, number) for number in range(self.partitions[topic])]
+        return [tp for tp in partitions if tp not in self._without]
 
 
 def decoded(

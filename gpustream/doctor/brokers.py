@@ -18,6 +18,9 @@ from topics import TOPICS, samples
 MIN_FREE_RATIO = 0.05
 """A disk is nearly full if less than this ratio of it is free."""
 
+HANGING_MS = 30_000
+"""A transaction that has been open for longer than this is a finding."""
+
 COMPONENTS = {
     name: needed for name, needed in acls.of_components().items() if name not in ("produce replay", "produce simulated")
 }
@@ -145,7 +148,7 @@ def topics(situation: Situation) -> CheckResult:
             ", ".join(f"{mismatch.topic} has {mismatch.have}" for mismatch in numbers),
             "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
         )
-    findings += _layout_findings(kafka)
+    findings += [*_layout_findings(kafka), *_transaction_findings(situation)]
     summary = (
         "as they must be"
         if not kafka.settings_error
@@ -190,6 +193,32 @@ def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
             f"bytes of each partition: {', '.join(limited)}",
             "see in docs/how-to/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
             " retention.bytes=-1 --entity-type topics --entity-name TOPIC` takes the limit away",
+        )
+
+
+def _transaction_findings(situation: Situation) -> Iterator[Finding]:
+    """Findings for topics that can't be read to their end, because a transaction in them has been open for long."""
+    hanging = {
+        tp: opened
+        for tp, opened in situation.open_transactions.items()
+        if opened.since_ms is not None and situation.now_ms - opened.since_ms > HANGING_MS
+    }
+    for topic in dict.fromkeys(tp.topic for tp in hanging):
+        ours = {tp.partition: opened for tp, opened in sorted(hanging.items()) if tp.topic == topic}
+        number, first = next(iter(ours.items()))
+        partitions = [
+            f"partition {number} from offset {opened.offset} on, which was logged"
+            f" {situation.ago(opened.since_ms or 0)}: {counted(opened.hidden, 'record')}"
+            for number, opened in ours.items()
+        ]
+        place = f"--topic {situation.kafka.prefix}{topic} --partition {number}"
+        yield Finding(
+            f"{topic}: {counted(len(ours), 'partition')} can't be read to the end: a transaction is open",
+            "its producer hangs or was killed, and transaction.timeout.ms has not passed; of gpustream only"
+            " `dead-letters resubmit` has transactions, of 20 s at most",
+            "; ".join(partitions[:5]) + (f"; and {len(partitions) - 5} more" if len(partitions) > 5 else ""),
+            f"`kafka-transactions.sh --bootstrap-server HOST:PORT describe-producers {place}` names the producer; end"
+            f" it, then its transaction: `abort {place} --start-offset {first.offset}`",
         )
 
 

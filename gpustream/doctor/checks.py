@@ -7,6 +7,7 @@ is one function and its row in ``CHECKS``.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from delivery.ledger import Partition
 from delivery.values import counted, duration_words
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.clocks import clocks
@@ -37,6 +38,7 @@ FATE_TEXTS: dict[Fate, str] = {
     "dead_lettered": "dead-lettered",
     "waiting": "on their way",
     "deleted": "deleted after that",
+    "hidden": "behind an open transaction",
     "lost": "lost",
 }
 """The text for each fate of a tick, in the order of the summary."""
@@ -97,7 +99,11 @@ def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvide
                 + hint,
             )
         ]
-    last_runs = {name: node.last_run[1] for name, node in sending.items() if not node.removed}
+    last_runs = {
+        name: node.last_run[1]
+        for name, node in sending.items()
+        if not node.removed and Partition(samples.TOPIC.name, node.partition) not in situation.open_transactions
+    }
     silent = {
         name: run
         for name, run in last_runs.items()
@@ -254,7 +260,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
         findings.append(_deleted_finding(evidence, totals["deleted"]))
     replayed = sum(node.replayed for node in evidence.nodes.values())
     attributed_once = sum(
-        count for fate, count in totals.items() if fate not in ("waiting", "deleted", "lost", "dead_lettered")
+        count for fate, count in totals.items() if fate not in ("waiting", "deleted", "hidden", "lost", "dead_lettered")
     )
     if replayed > MAX_REPLAYED_RATIO * max(attributed_once, 1):
         findings.add(

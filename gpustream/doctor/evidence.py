@@ -13,7 +13,7 @@ begins only after the tick was logged, the record may have been deleted: nobody 
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -82,10 +82,11 @@ class NodeName(NamedTuple):
         return f"{self.cluster}/{self.node}"
 
 
-Fate = Literal["exact", "late", "none", "no_kubelet", "other", "dead_lettered", "waiting", "deleted", "lost"]
+Fate = Literal["exact", "late", "none", "no_kubelet", "other", "dead_lettered", "waiting", "deleted", "hidden", "lost"]
 """What became of a tick. ``no_kubelet``: attributed as ``none``, and it names no snapshot: its node has no kubelet.
 ``other``: attributed by a word that only a later version knows. ``deleted``: finished before the oldest record of
-gpu.attributed: that topic was emptied, or made again."""
+gpu.attributed: that topic was emptied, or made again. ``hidden``: its record may be there, behind an open transaction.
+"""
 
 
 @dataclass(slots=True)
@@ -119,14 +120,15 @@ class SampledRun:
 class NodeEvidence:
     """One node: its runs by their ids, in the order in which they came.
 
-    ``interleavings`` counts how often a run went on after another one had begun: two producers of one name.
-    ``snapshots`` has the seqs of its snapshots by run, ``attributed`` those of its attributed ticks by run and by kind
-    of attribution. ``replayed`` counts ticks that were attributed again. ``has_holders``: its newest snapshot has a
-    container. ``epoch`` is the highest of its records in gpu.workloads, None if there are none. ``outdated_epochs``
-    counts the records that came after one of a higher epoch.
+    ``partition`` is the one of gpu.samples that its newest tick is in. ``interleavings`` counts how often a run went on
+    after another one had begun: two producers of one name. ``snapshots`` has the seqs of its snapshots by run,
+    ``attributed`` those of its attributed ticks by run and by kind of attribution. ``replayed`` counts ticks that were
+    attributed again. ``has_holders``: its newest snapshot has a container. ``epoch`` is the highest of its records in
+    gpu.workloads, None if there are none. ``outdated_epochs`` counts the records that came after one of a higher epoch.
     """
 
     runs: dict[int, SampledRun] = field(default_factory=dict)
+    partition: int = 0
     current_run_id: int | None = None
     interleavings: int = 0
     snapshots: dict[int, Ranges] = field(default_factory=dict)
@@ -173,7 +175,8 @@ class Evidence:
     """Collects the evidence from the records. ``finished``: attribution's committed offset by partition of gpu.samples.
 
     ``log_starts`` has the log start offset of each partition that is read from there. ``unprefixed`` gives the
-    contract's name of a topic. ``listed_ms`` is, by cluster, when a record of gpu.workloads was logged last.
+    contract's name of a topic. ``hiding`` are the partitions with an open transaction. ``listed_ms`` is,
+    by cluster, when a record of gpu.workloads was logged last.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class Evidence:
         finished: Mapping[int, int],
         unprefixed: Callable[[str], str] = str,
         log_starts: Mapping[Partition, int] = MappingProxyType({}),
+        hiding: Iterable[Partition] = (),
     ) -> None:
         self.nodes: dict[NodeName, NodeEvidence] = defaultdict(NodeEvidence)
         self.dead_letters: dict[LetterKind, DeadLetters] = {}
@@ -189,7 +193,7 @@ class Evidence:
         self.unreadable: Counter[Fate] = Counter()
         self.oldest_waiting_ms: int | None = None
         self.log_starts, self._oldest_ms = log_starts, dict.fromkeys(log_starts, math.inf)
-        self._finished, self._unprefixed = finished, unprefixed
+        self._finished, self._unprefixed, self._hiding = finished, unprefixed, frozenset(hiding)
         self._dead: dict[int, Ranges] = defaultdict(Ranges)
         self._tick, self._attributed = decoder(SampledTick), decoder(AttributedTick)
         self._snapshot, self._workloads = decoder(Snapshot), decoder(Workloads)
@@ -249,7 +253,7 @@ class Evidence:
             self.unreadable[self._fate_without_output(record)] += 1
             return
         node = self.nodes[NodeName(tick.cluster, tick.node)]
-        run = node.runs.get(tick.run_id)
+        run, node.partition = node.runs.get(tick.run_id), record.partition
         if run is None:
             tp = Partition(samples.TOPIC.name, record.partition)
             log_truncated = self.log_starts.get(tp, 0) > 0 and tick.run_id < self._oldest_ms[tp]
@@ -292,6 +296,8 @@ class Evidence:
             return "dead_lettered"
         if record.offset < self._finished.get(record.partition, 0):
             tp = Partition(attributed.TOPIC.name, record.partition)
+            if tp in self._hiding or any(hiding.topic == dead_letters.TOPIC.name for hiding in self._hiding):
+                return "hidden"
             return "deleted" if record.timestamp < self._oldest_ms.get(tp, 0) else "lost"
         self.oldest_waiting_ms = min(self.oldest_waiting_ms or record.timestamp, record.timestamp)
         return "waiting"

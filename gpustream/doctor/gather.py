@@ -11,6 +11,7 @@ offset, however much comes meanwhile. If a group is behind, the groups are asked
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,13 +34,16 @@ from gpustream import history
 from gpustream.doctor import brokers, kubernetes, readers
 from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.readers import ATTRIBUTION
-from gpustream.doctor.situation import Cluster, Group, Lag, OwnMetrics, Prometheus, Situation
+from gpustream.doctor.situation import Cluster, Group, Lag, OpenTransaction, OwnMetrics, Prometheus, Situation
 from gpustream.history import History, Span
 from topics import allocations, attributed, dead_letters, samples, workloads
 
 GROUP_PREFIX = "gpustream-"
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+_ODD_ANSWERS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""What is raised if an answer is no JSON, or not that of a Prometheus."""
+
 _BROKERS_DIFFER_MS = 60_000
 """How much the clocks of two brokers may differ: the output of a tick may have an earlier log time than the tick."""
 
@@ -94,7 +98,8 @@ async def _read(connection: Connection, situation: Situation) -> Situation:
         async with history.opened(connection, topics, without=leaderless) as reader:
             spans = {} if unread else {samples.TOPIC.name: await reader.spans(samples.TOPIC.name, situation.since_ms)}
             groups = await _groups(connection)
-            evidence = None if unread else await _collect_evidence(reader, spans, situation.since_ms, groups or ())
+            situation = situation._replace(open_transactions=await _open_transactions(reader))
+            evidence = None if unread else await _collect_evidence(reader, spans, situation, groups or ())
             groups_with_lags = None if groups is None else await _with_lags(reader, groups)
             situation = situation._replace(evidence=evidence, unread=unread, groups=groups_with_lags)
             behind = [
@@ -117,13 +122,31 @@ async def _groups(connection: Connection) -> list[GroupDescription] | None:
         return None
 
 
+async def _open_transactions(reader: History) -> dict[Partition, OpenTransaction]:
+    """The transactions that keep readers from the end of a partition.
+
+    What the groups have finished was there before this: where no transaction is open, all that came of it can be read.
+    """
+    tps = [tp for topic in reader.partitions for tp in reader.partitions_of(topic)]
+    client = OffsetClient(reader.connection, client_id="gpustream-doctor", isolation_level="read_uncommitted")
+    try:
+        await client.connect()
+        ends = await client.ends(tps)
+        readable = {tp: end for topic in reader.partitions for tp, end in (await reader.ends(topic)).items()}
+        offsets = {tp: readable[tp] for tp, end in ends.items() if readable[tp] < end}
+        times = await client.times(offsets) if offsets else {}
+    finally:
+        await client.close()
+    return {tp: OpenTransaction(offset, ends[tp] - offset, times[tp]) for tp, offset in offsets.items()}
+
+
 async def _collect_evidence(
-    reader: History, spans: dict[str, dict[Partition, Span]], since_ms: int, groups: Iterable[GroupDescription]
+    reader: History, spans: dict[str, dict[Partition, Span]], situation: Situation, groups: Iterable[GroupDescription]
 ) -> Evidence:
     """Reads all records. ``spans`` has those of gpu.samples, which were asked for before the groups."""
     for topic in _READ_ORDER[:-1]:
         before_ms = STATE_WINDOW_MS if topic in _STATES else _BROKERS_DIFFER_MS
-        spans[topic] = await reader.spans(topic, since_ms - before_ms)
+        spans[topic] = await reader.spans(topic, situation.since_ms - before_ms)
     finished = {
         tp.partition: offset
         for group in groups
@@ -134,7 +157,7 @@ async def _collect_evidence(
     log_starts = {
         tp: full_span.start for tp, full_span in full_spans.items() if spans[tp.topic][tp].start <= full_span.start
     }
-    evidence = Evidence(finished, reader.connection.unprefixed, log_starts)
+    evidence = Evidence(finished, reader.connection.unprefixed, log_starts, situation.open_transactions)
     for topic in _READ_ORDER:
         with history.progress(topic, spans[topic]) as advanced:
             async for records in reader.records(spans[topic], advanced):
@@ -229,7 +252,8 @@ async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetri
             text = await response.text()
         async with session.get(f"{base}/readyz", proxy=proxy) as response:
             not_ready = "" if response.ok else "; ".join((await response.text()).splitlines())
-        series = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        families = text_string_to_metric_families(text)
+        series = [sample for family in families for sample in family.samples if math.isfinite(sample.value)]
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         return OwnMetrics(shown_url, error=describe(error))
     return OwnMetrics(shown_url, series, not_ready)
@@ -262,7 +286,7 @@ async def query_prometheus(url: str) -> Prometheus:
             for rule in group.get("rules") or []
             if rule.get("health") == "err"
         }
-    except (aiohttp.ClientError, TimeoutError, ValueError, ArithmeticError, LookupError, TypeError) as error:
+    except (aiohttp.ClientError, TimeoutError, *_ODD_ANSWERS) as error:
         return Prometheus(_without_password(base), {}, describe(error))
     accepts_remote_write = flags.get("web.enable-remote-write-receiver") if flags else None
     return Prometheus(

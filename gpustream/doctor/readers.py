@@ -289,7 +289,9 @@ def components(situation: Situation) -> CheckResult:
             )
         findings += _loss_findings(situation, component)
     outcomes = [_outcome_counts(component) for component in situation.components if not component.error]
-    summary = "; ".join(filter(None, outcomes)) or "not asked (--metrics)"
+    summary = "; ".join(filter(None, outcomes)) or (
+        f"{counted(len(situation.components), 'component')} asked" if situation.components else "not asked (--metrics)"
+    )
     return CheckResult(summary, findings, looked=bool(situation.components))
 
 

@@ -106,6 +106,18 @@ class Group(NamedTuple):
     log_starts: Mapping[Partition, int] = MappingProxyType({})
 
 
+class OpenTransaction(NamedTuple):
+    """A transaction that is open in a partition: nobody can read its records, and what came after them.
+
+    ``offset`` is that of its first record, ``since_ms`` is when that was logged, None if that is not known. ``hidden``
+    is how many offsets can't be read.
+    """
+
+    offset: int
+    hidden: int
+    since_ms: int | None
+
+
 class OwnMetrics(NamedTuple):
     """A component's own metrics, and why it is not ready. ``error``: why it could not be asked."""
 
@@ -172,7 +184,7 @@ class Cluster(NamedTuple):
 class Situation(NamedTuple):
     """Everything that the checks look at. ``evidence`` is None if the records could not be read; ``unread`` is why.
 
-    ``groups`` is None if no broker answers for them.
+    ``groups`` is None if no broker answers for them. ``open_transactions`` has the first one of each partition.
     """
 
     since_ms: int
@@ -184,6 +196,7 @@ class Situation(NamedTuple):
     components: Sequence[OwnMetrics] = ()
     prometheus: Prometheus | None = None
     cluster: Cluster | None = None
+    open_transactions: Mapping[Partition, OpenTransaction] = MappingProxyType({})
 
     @property
     def window(self) -> str:

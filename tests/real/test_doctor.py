@@ -11,11 +11,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from aiokafka import AIOKafkaProducer
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
 from confluent_kafka import TopicPartition as TheirPartition
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
+from delivery.ledger import Partition
 from gpustream.doctor import brokers, checks, command, kubernetes, pods
 from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.situation import CheckResult, OwnMetrics, Situation
@@ -163,6 +165,38 @@ async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_l
     admin.delete_consumer_groups(["gpustream-sink-webhook"])["gpustream-sink-webhook"].result(LIMIT_S)
     (finding,) = (await look(kafka))[1]["attributed"].findings
     assert finding.finding == f"gpu.attributed no longer has {8 * TICKS} ticks that {GROUP} has finished"
+
+
+@pytest.mark.parametrize("topic", ["gpu.samples", "gpu.attributed"])
+async def test_a_transaction_that_hides_the_end_of_a_topic_is_found_and_what_is_behind_it_is_not_said_to_be_lost(
+    empty_kafka: KafkaServer, tmp_path: Path, topic: str
+) -> None:
+    kafka, hides_outputs = empty_kafka, topic == "gpu.attributed"
+    await topic_admin.create(kafka.connection, partitions=1, replication_factor=1)
+
+    async def is_attributed() -> bool:
+        return not await lag(kafka.address, GROUP, ["gpu.samples"])
+
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address, transactional_id=f"{topic}-hanging") as hanging:
+        async with running(Attribution(AttributionSettings(kafka=kafka.address))):
+            await fleet(kafka, tmp_path / "first.jsonl").run(asyncio.Event())
+            await eventually(is_attributed)
+            await hanging.begin_transaction()
+            await hanging.send_and_wait(topic, b"{}", key=b"theirs", partition=0)
+            await fleet(kafka, tmp_path / "second.jsonl").run(asyncio.Event())
+            if hides_outputs:
+                await eventually(is_attributed)
+        situation, results = await look(kafka, later_ms=60_000)
+        await hanging.abort_transaction()
+
+    (finding,) = results["topics"].findings
+    offset, hidden, _ = situation.open_transactions[Partition(topic, 0)]
+    assert (offset, hidden) == (3 * TICKS, 3 * TICKS + 1)
+    assert finding.finding == f"{topic}: 1 partition can't be read to the end: a transaction is open"
+    assert finding.next.endswith(f"`abort --topic {topic} --partition 0 --start-offset {offset}`")
+    hidden_text = f", {3 * TICKS} behind an open transaction" if hides_outputs else ""
+    assert results["attributed"] == CheckResult(f"{3 * TICKS} exact{hidden_text}", [])
+    assert (await look(kafka))[1]["topics"].findings == []
 
 
 async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_right_are_found(

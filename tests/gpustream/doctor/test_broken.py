@@ -15,7 +15,7 @@ from delivery.ledger import Partition
 from delivery.topic_admin import HARMLESS, mismatches
 from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
-from gpustream.doctor.situation import Finding, Group, Lag, OwnMetrics, Prometheus, Situation
+from gpustream.doctor.situation import Finding, Group, Lag, OpenTransaction, OwnMetrics, Prometheus, Situation
 from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, snapshot, workloads
 from tests.gpustream.doctor.test_checks import KAFKA, READING, findings_of, healthy, only_finding, see
 from topics.topic import load_topics
@@ -59,6 +59,16 @@ def emptied(topic: str, *groups: Group, to: int = 61, newer: Iterable[Record] = 
     ours = [record for record in records if record.topic != topic or record in newer]
     ours.sort(key=lambda record: record.topic == "gpu.samples")
     return see(ours, begins={Partition(topic, 0): to}, groups=[READING, *groups])
+
+
+def behind_a_transaction(topic: str) -> Situation:
+    """A pipeline of which nobody can read the last two minutes of a topic: what is there behind a transaction."""
+    tp = Partition(topic, 0)
+    attributed_too = [record for record in healthy() if topic == "gpu.samples" or record.topic != "gpu.attributed"]
+    situation = see(attributed_too, hiding=[tp])
+    now_ms = situation.now_ms + (2 * MINUTE_MS if topic == "gpu.samples" else 0)
+    hanging = {tp: OpenTransaction(12, 345, now_ms - 2 * MINUTE_MS)}
+    return situation._replace(now_ms=now_ms, open_transactions=hanging)
 
 
 def left_behind(name: str, topic: str = "gpu.attributed", committed: int = 20) -> Group:
@@ -118,6 +128,20 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "gpu.attributed was made again": (
         lambda: emptied("gpu.attributed", to=0),
         "gpu.attributed no longer has 60 ticks | made again | partition 0 begins at offset 0",
+    ),
+    "a producer of transactions hangs in gpu.attributed": (
+        lambda: behind_a_transaction("gpu.attributed"),
+        "gpu.attributed: 1 partition can't be read to the end: a transaction is open | its producer hangs"
+        " | partition 0 from offset 12 on, which was logged 2m ago: 345 records"
+        " | abort --topic gpu.attributed --partition 0 --start-offset 12",
+    ),
+    "a producer of transactions hangs in gpu.samples": (
+        lambda: behind_a_transaction("gpu.samples"),
+        "gpu.samples: 1 partition can't be read to the end | describe-producers --topic gpu.samples --partition 0",
+    ),
+    "a producer of transactions hangs in gpu.dead-letters": (
+        lambda: behind_a_transaction("gpu.dead-letters"),
+        "gpu.dead-letters: 1 partition can't be read to the end | `dead-letters resubmit`",
     ),
     "gpu.samples was emptied before it was attributed": (
         lambda: see(

@@ -55,10 +55,14 @@ def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
 
 
 def see(
-    records: Iterable[Record], finished: int = 1000, begins: Mapping[Partition, int] = NOTHING, **fields: Any
+    records: Iterable[Record],
+    finished: int = 1000,
+    begins: Mapping[Partition, int] = NOTHING,
+    hiding: Iterable[Partition] = (),
+    **fields: Any,
 ) -> Situation:
     """What a doctor sees who looks when the last of these ticks has just come."""
-    evidence = Evidence({0: finished}, log_starts=begins)
+    evidence = Evidence({0: finished}, log_starts=begins, hiding=hiding)
     for record in records:
         evidence.add(record)
     last = max((node.last_logged_ms for node in evidence.nodes.values()), default=NOW_MS) or NOW_MS
@@ -248,6 +252,10 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
     assert only_finding(situation).finding == "http://sink: 10 records dropped: out_of_order"
     assert "ticks came after newer ones" in only_finding(situation).cause
     assert components(situation).summary == "remote_write: 90 delivered, 10 dropped"
+
+
+def test_a_component_that_counts_no_records_was_asked_all_the_same() -> None:
+    assert components(see(healthy(), components=[OwnMetrics("http://node")])).summary == "1 component asked"
 
 
 def test_components_that_are_away_or_not_ready_are_found() -> None:

@@ -86,6 +86,20 @@ async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServe
     assert "secret" not in repr((component, await query_prometheus(away)))
 
 
+async def test_values_that_are_no_numbers_are_left_out() -> None:
+    names = "gpustream_node_kubelet_age_seconds", "process_start_time_seconds", 'x_records_dropped_total{reason="a"}'
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="".join(f"{name} {value}\n" for name in names for value in ("NaN", "+Inf")))
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/readyz", metrics)])
+    async with TestServer(app) as odd:
+        (component,) = await query_components([str(odd.make_url("/"))])
+    assert component.series == []
+    assert component.error == ""
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -93,6 +107,8 @@ async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServe
         {"result": [], "groups": [{"name": "x", "rules": None}]},
         {"result": [{"metric": {}, "value": []}]},
         {"result": [{"metric": {}, "value": [0, "+Inf"]}]},
+        {"result": [], "groups": ["x"]},
+        {"result": [], "groups": [{"rules": ["x"]}]},
         {"result": None},
         None,
     ],
