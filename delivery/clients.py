@@ -186,6 +186,15 @@ class OffsetClient:
         """The offset after the last readable record of each partition."""
         return await ends(self._connection, self._consumer, tps)
 
+    async def log_ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        """The offset after the last record of each partition, even if an open transaction hides it."""
+        options = {**self._options, "isolation_level": "read_uncommitted"}
+        consumer = await connect_consumer(self._connection, client_id=f"{self._client_id}-peek", **options)
+        try:
+            return await ends(self._connection, consumer, tps)
+        finally:
+            await close(consumer)
+
     async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The first offset at or after a time in ms; None: there is none, or the broker can't tell."""
         return await offsets_at(self._connection, self._consumer, times_ms)

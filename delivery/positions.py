@@ -178,16 +178,21 @@ async def offset_since(offsets_at: OffsetsAt, tp: Partition, since_ms: int, begi
 async def _resume(
     group: ConsumerGroup, commits: Mapping[Partition, int | None], from_: StartFrom = "earliest"
 ) -> dict[Partition, Start]:
-    """Where the group goes on in each partition: at its commit if the log has that offset."""
+    """Where the group goes on in each partition: at its commit if the log has that offset.
+
+    A commit may be behind an open transaction: ``kafka-consumer-groups.sh --to-latest`` puts it there.
+    """
     tps = list(commits)
     begins, ends = await asyncio.gather(group.offsets.beginnings(tps), group.offsets.ends(tps))
+    ahead = [tp for tp, committed in commits.items() if committed is not None and committed > ends[tp]]
+    log_ends = await group.offsets.log_ends(ahead) if ahead else {}
     starts = {}
     for tp, committed in commits.items():
         begin, end = begins[tp], ends[tp]
         if committed is None:
             resume = await initial_offset(group.offsets.offsets_at, tp, from_, begin, end)
         else:
-            resume = committed if begin <= committed <= end else begin
+            resume = committed if begin <= committed <= log_ends.get(tp, end) else begin
         starts[tp] = Start(begin, resume, resume, end, committed)
     return starts
 

@@ -125,6 +125,11 @@ async def test_a_topic_created_again_is_read_from_its_beginning() -> None:
     assert (start.position, start.resume, start.expired) == (10, 10, 0)
 
 
+async def test_a_commit_behind_an_open_transaction_is_in_the_log() -> None:
+    assert (await find(FakeGroup(LOG, group=200, begin=10, stable=150))).resume == 200
+    assert (await find(FakeGroup(LOG, group=201, begin=10, stable=150))).resume == 10
+
+
 async def test_an_offset_with_nothing_but_control_records_is_skipped() -> None:
     class Controls(FakeGroup):
         async def times(self, offsets: dict[Partition, int]) -> dict[Partition, int | None]:

@@ -11,6 +11,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import GroupLoadInProgressError
 from aiokafka.protocol.group import HeartbeatRequest
+from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka import TopicPartition as TheirPartition
 from confluent_kafka.admin import NewPartitions
 
@@ -100,6 +101,33 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
                 return (await values(kafka.address, f"{name}-out"))[0] == [*expected, b"open"]
 
             await eventually(read_what_was_open)
+
+
+async def test_a_group_that_was_set_to_the_end_behind_an_open_transaction_reads_nothing_again(
+    kafka: KafkaServer,
+) -> None:
+    name = "group-behind-a-transaction"
+    create(kafka, name)
+
+    async def has_read_to(offset: int) -> bool:
+        return await committed(kafka.address, name, f"{name}-in") == {0: offset}
+
+    await send(kafka, f"{name}-in", 50)
+    async with running(echo_app(Echo(kafka=kafka.address, name=name))):
+        await eventually(partial(has_read_to, 50))
+    async with transactions(kafka, f"{name}-open") as hanging:
+        await hanging.begin_transaction()
+        await hanging.send_and_wait(f"{name}-in", b"open", partition=0)
+        to_latest, admin = [ConsumerGroupTopicPartitions(name, [TheirPartition(f"{name}-in", 0, 51)])], kafka.admin()
+        for committing in admin.alter_consumer_group_offsets(to_latest).values():
+            await asyncio.to_thread(committing.result, 10)
+        app = echo_app(Echo(kafka=kafka.address, name=name))
+        async with running(app):
+            await eventually(lambda: app.reader.ledger.ready)
+            await hanging.abort_transaction()
+            await send(kafka, f"{name}-in", 1)
+            await eventually(partial(has_read_to, 53))
+    assert len((await values(kafka.address, f"{name}-out"))[0]) == 51
 
 
 async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: KafkaServer) -> None:

@@ -125,6 +125,10 @@ class FakeGroup:
         """Where it ends."""
         return dict.fromkeys(tps, self.end())
 
+    async def log_ends(self, tps: Sequence[Any]) -> dict[Any, int]:
+        """Where it ends, with what an open transaction hides."""
+        return dict.fromkeys(tps, self.log[-1].offset + 1 if self.log else self.begin)
+
     async def offsets_at(self, times_ms: dict[Any, int]) -> dict[Any, int | None]:
         """The first record at or after a time."""
         return {tp: self._since(ts_ms) for tp, ts_ms in times_ms.items()}

@@ -153,6 +153,9 @@ class FakeClient:
         await self._answer()
         return {tp: self.broker.logs[tp].begin for tp in tps}
 
+    async def log_ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        return await self.ends(tps)
+
     async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
         await self._answer()
         return {tp: self.broker.logs[tp].end for tp in tps}
