@@ -270,23 +270,22 @@ def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: i
 
 
 def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> Lifetimes:
-    """The lifetimes with the pods of a record. A pod that the record lacks has ended, at the latest by then.
-    Owners are kept without their uids, which nothing reads."""
+    """The lifetimes with the pods of a record. A pod that the record lacks has ended, at the latest by then."""
     updated = dict(lifetimes)
     for pod in record.pods:
-        name = (pod.namespace, pod.name)
+        name = (shared(pod.namespace), pod.name)
         histories = updated.get(name, ())
         history = next((history for history in histories if history[-1][1].uid == pod.uid), ())
         last = history[-1][1] if history else None
-        if last is None:  # a fleet has few namespaces, kinds and labels: pods share equal ones
+        if last is None:  # a fleet has few namespaces, labels and owners: pods share equal ones
             pod = _replace(
                 pod,
-                namespace=shared(pod.namespace),
+                namespace=name[0],
                 phase=shared(pod.phase) if pod.phase else pod.phase,
                 labels=_shared_labels(*((name, shared(text)) for name, text in pod.labels.items())),
                 annotations=_shared_labels(*pod.annotations.items()),
                 namespace_labels=_shared_labels(*pod.namespace_labels.items()),
-                owners=tuple([Owner(shared(o.api_version), shared(o.kind), o.name) for o in pod.owners]),
+                owners=_shared_owners(*map(_owner_fields, pod.owners)),
             )
         versions = _add_version(last.versions if last else (), record.ts_ms, pod, same=_same_for_holders)
         started_ms = last.started_ms if last and pod.started_ms is None else pod.started_ms
@@ -317,6 +316,12 @@ def _same_for_holders(a: Pod, b: Pod) -> bool:
 def _shared_labels(*labels: tuple[str, str]) -> dict[str, str]:
     """One object for equal labels."""
     return dict(labels)
+
+
+@lru_cache(maxsize=4096)
+def _shared_owners(*owners: tuple[str, str, str]) -> tuple[Owner, ...]:
+    """One object for equal owner chains, without their uids, which nothing reads."""
+    return tuple([Owner(shared(api_version), shared(kind), name) for api_version, kind, name in owners])
 
 
 # -- what may be forgotten
