@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streams.attribution.workloads import DraKey, PodName
+from streams.attribution.workloads import EMPTY, DraKey, PodName
 from topics.allocations import Allocations, Claim, Container
 from topics.attributed import JOB, Holder, Parts, Workload
 from topics.device_ids import DeviceIndex, DeviceRef, UnknownDeviceId, parse
@@ -71,7 +71,6 @@ _HAMI_FIELDS = 4
 _STATIC_UID_LENGTH = 32  # a control group's uid of a static pod has no dashes, and the API server has another
 _SLACK = 1e-9  # a sum may exceed the device by this share: ratios of percents do not add up exactly
 _LARGEST = 1e30  # a larger value measures nothing, and sums of such values may not be floats
-_NO_ROWS: frozenset[int] = frozenset()
 _NO_PARTS = Parts()
 _replace = msgspec.structs.replace
 
@@ -92,8 +91,8 @@ def holders_by_snapshot(
     pods: Pods,
     dra: Mapping[DraKey, str],
     *,
-    ended: AbstractSet[PodName] = frozenset(),
-    admin: AbstractSet[Claim] = frozenset(),
+    ended: AbstractSet[PodName] = EMPTY,
+    admin: AbstractSet[Claim] = EMPTY,
 ) -> SnapshotHolders:
     """The holders of each of ``devices``, each (pod, container, physical device) once, in the snapshot's order.
     Pods that had ``ended`` hold nothing, and the claims in ``admin`` do not hold their devices."""
@@ -310,8 +309,8 @@ class ProcessOwners(msgspec.Struct, frozen=True, gc=False):
 
     holders: int
     rows: tuple[int, ...]
-    unknown: frozenset[int] = _NO_ROWS
-    absent: frozenset[int] = _NO_ROWS
+    unknown: frozenset[int] = EMPTY
+    absent: frozenset[int] = EMPTY
     sole: bool = False
     unsorted: bool = False
 
@@ -344,9 +343,10 @@ def owners_of(device: Device, holders: Sequence[Holder]) -> ProcessOwners | None
     other_uids = {p.pod_uid for p in processes if p.service is None and p.pod_uid is not None}.difference(row_by_uid)
     if len(without_uid) == len(first_rows) == len(other_uids) == 1:
         row_by_uid[other_uids.pop()] = without_uid.pop()
-    unknown = frozenset(without_uid) if other_uids else _NO_ROWS
+    unknown = frozenset(without_uid if other_uids else ()) or EMPTY
+    absent = unknown.union(set(range(count)).difference(first_rows.values())) or EMPTY
     rows = tuple([row_by_uid.get(process.pod_uid, count) for process in processes])
-    return ProcessOwners(count, rows, unknown, unknown.union(set(range(count)).difference(first_rows.values())))
+    return ProcessOwners(count, rows, unknown, absent)
 
 
 def divide(device: Device, holders: tuple[Holder, ...], owners: ProcessOwners | None) -> Split:

@@ -32,7 +32,7 @@ from streams.attribution.attribute import (
     facts_of,
 )
 from streams.attribution.log_time import HORIZON_MS, IndexedSnapshot, LookupTime, Unresolved, index_snapshot, resolve
-from streams.attribution.workloads import KnownWorkloads, add_record, forget_before
+from streams.attribution.workloads import EMPTY, KnownWorkloads, add_record, forget_before
 from topics.allocations import Allocations
 from topics.attributed import Attribution
 from topics.samples import Sample
@@ -231,7 +231,7 @@ def _has_snapshots(state: NodeState, sample: Sample, event_seqs: Iterable[int]) 
 
 
 def _resolve(
-    state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int, uids: frozenset[str] = frozenset()
+    state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int, uids: frozenset[str] = EMPTY
 ) -> ResolvedSnapshot | Unresolved:
     """The snapshot that a tick or its events name by ``seq``, else the last one known before it; with its pods at a
     time. ``uids`` are those that processes show: they count for the tick's own snapshot only."""

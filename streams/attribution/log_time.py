@@ -32,7 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from streams.attribution.holders import is_static_pod
-from streams.attribution.workloads import AsOf, DraKey, KnownWorkloads, PodName, ValidUntil
+from streams.attribution.workloads import EMPTY, AsOf, DraKey, KnownWorkloads, PodName, ValidUntil
 from topics.allocations import Allocations, Claim
 from topics.topic import shared
 from topics.workloads import Pod, UnwellDevice
@@ -141,10 +141,10 @@ class IndexedSnapshot(msgspec.Struct, frozen=True):
     """
 
     snapshot: Allocations
-    names: frozenset[PodName]
+    names: tuple[PodName, ...]
     appeared: dict[PodName, Appeared] = {}
     missing_ms: dict[PodName, int] = {}
-    uids: frozenset[str] = frozenset()
+    uids: frozenset[str] = EMPTY
 
     def new_at(self, ts_ms: int) -> dict[PodName, Appeared]:
         """The names that are new at a time."""
@@ -160,23 +160,23 @@ def index_snapshot(snapshot: Allocations, previous: IndexedSnapshot | None) -> I
         for c in snapshot.containers
     ]
     snapshot = _replace(snapshot, containers=tuple(containers))
-    names = frozenset([(c.namespace, c.pod) for c in snapshot.containers])
-    uids = frozenset([c.pod_uid for c in snapshot.containers if c.pod_uid])
+    names = dict.fromkeys([(c.namespace, c.pod) for c in snapshot.containers])
+    uids = frozenset([c.pod_uid for c in snapshot.containers if c.pod_uid]) or EMPTY
     if previous is None:
-        return IndexedSnapshot(snapshot, names, uids=uids)
-    ts_ms = snapshot.ts_ms
+        return IndexedSnapshot(snapshot, tuple(names), uids=uids)
+    ts_ms, previous_names = snapshot.ts_ms, dict.fromkeys(previous.names)
     appeared = {
         name: entry for name, entry in previous.appeared.items() if name in names and ts_ms - entry.at_ms < _MISSING_MS
     }
-    for name in names - previous.names:
-        appeared[name] = Appeared(ts_ms, previous.missing_ms.get(name), bool(previous.names))
+    for name in names.keys() - previous_names.keys():
+        appeared[name] = Appeared(ts_ms, previous.missing_ms.get(name), bool(previous_names))
     missing_ms = {
         name: since_ms
         for name, since_ms in previous.missing_ms.items()
         if name not in names and ts_ms - since_ms < _MISSING_MS
     }
-    missing_ms |= dict.fromkeys(previous.names - names, ts_ms)
-    return IndexedSnapshot(snapshot, names, appeared, missing_ms, uids)
+    missing_ms |= dict.fromkeys(previous_names.keys() - names.keys(), ts_ms)
+    return IndexedSnapshot(snapshot, tuple(names), appeared, missing_ms, uids)
 
 
 # -- which pods
@@ -227,7 +227,7 @@ class ResolvedPods(NamedTuple):
         return None if self.by_uid is None else [self.by_uid.get(uid) for uid in uids]
 
 
-_NO_PODS_KNOWN = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
+_NO_PODS_KNOWN = ResolvedPods({}, EMPTY, None, {}, {}, EMPTY)
 
 
 def resolve(
@@ -251,7 +251,7 @@ def resolve(
     if workloads is None or as_of is None:
         return _NO_PODS_KNOWN
     if snapshot is None:
-        return ResolvedPods({}, frozenset(), {}, *as_of.node_at(ts_ms))
+        return ResolvedPods({}, EMPTY, {}, *as_of.node_at(ts_ms))
     new_names, uids = snapshot.new_at(ts_ms), uids | snapshot.uids
     by_time = {name: _pod_at(as_of, name, new_names.get(name), ts_ms) for name in snapshot.names}
     pods = {name: pod for name, pod in by_time.items() if pod is not None}
@@ -260,7 +260,7 @@ def resolve(
         return _resolve_missing(as_of, by_time, snapshot, uids, time)
     until = as_of.valid_until(pods, ts_ms)
     validity = Validity(workloads, snapshot, time, ValidUntil(until.ts_ms, until.logged_ms + HORIZON_MS))
-    return ResolvedPods(pods, frozenset(), by_uid, *as_of.node_at(ts_ms), validity)
+    return ResolvedPods(pods, EMPTY, by_uid, *as_of.node_at(ts_ms), validity)
 
 
 def _resolve_missing(
@@ -300,7 +300,7 @@ def _resolve_missing(
             ended.add(name)
     pods = {name: pod for name, pod in pods.items() if name not in ended}
     by_uid |= {pod.uid: pod for pod in pods.values() if pod}
-    return ResolvedPods(pods, frozenset(ended), by_uid, *as_of.node_at(ts_ms))
+    return ResolvedPods(pods, frozenset(ended) or EMPTY, by_uid, *as_of.node_at(ts_ms))
 
 
 def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:
@@ -310,8 +310,8 @@ def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> 
     may_come = False
     for uid in uids:
         history = as_of.workloads.history_of(uid)
-        if history is not None and history[0][0] <= until_ms:
-            pods[uid] = AsOf(as_of.workloads, max(history[0][0], as_of.logged_ms)).pod_of(uid, ts_ms)
+        if history is not None and history[0].ms <= until_ms:
+            pods[uid] = AsOf(as_of.workloads, max(history[0].ms, as_of.logged_ms)).pod_of(uid, ts_ms)
         else:
             pods[uid] = None
             may_come |= not is_static_pod(uid)

@@ -13,7 +13,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -32,17 +32,31 @@ REMEMBERED_MS = ((WORKLOADS.retention_hours or 0) - (SAMPLES.retention_hours or 
 KEPT_MS = (SAMPLES.retention_hours or 0) * 3_600_000 + 3_600_000
 """For how long an ended pod is kept if no commit shows that it is not needed: as long as a sample may refer to it."""
 
+EMPTY: frozenset[Any] = frozenset()
+"""What is kept where a set has nothing in it: each further empty set would take 216 bytes."""
+
 _FORGET_EVERY_MS = 600_000
 
 T = TypeVar("T")
-Versions = tuple[tuple[int, T], ...]  # values by the time from which they held, oldest first
-History = tuple[tuple[int, T], ...]  # values by the log time from which they were known, oldest first
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Since(msgspec.Struct, Generic[T_co], frozen=True, gc=False, order=True):
+    """A value, and the time from which it held or was known. It has half the size of a tuple of the two."""
+
+    ms: int
+    value: T_co
+
+
+Versions = tuple[Since[T], ...]  # values by the time from which they held, oldest first
+History = tuple[Since[T], ...]  # values by the log time from which they were known, oldest first
 PodName = tuple[str, str]  # a pod's namespace and name
 DraKey = tuple[str, str, str]  # a DRA device's driver, pool and name
 _replace = msgspec.structs.replace
 _holder_fields = operator.attrgetter(
     "labels", "annotations", "namespace_labels", "owners_complete", "waiting", "restarts"
 )
+_since_ms = operator.attrgetter("ms")
 _owner_fields = operator.attrgetter("api_version", "kind", "name")
 
 
@@ -113,11 +127,11 @@ class KnownWorkloads(msgspec.Struct, frozen=True):
 
     def history_of(self, uid: str) -> History[Lifetime] | None:
         """What was known of the pod of a uid, by log time; None: no record has it."""
-        return next((h for histories in self.lifetimes.values() for h in histories if h[0][1].uid == uid), None)
+        return next((h for histories in self.lifetimes.values() for h in histories if h[0].value.uid == uid), None)
 
     def changes_ms(self, name: PodName, after_ms: int, until_ms: int) -> list[int]:
         """The log times of the records that changed what is known of a name's pods: after one time, until another."""
-        logged = {logged_ms for history in self.lifetimes.get(name, ()) for logged_ms, _ in history}
+        logged = {known.ms for history in self.lifetimes.get(name, ()) for known in history}
         return sorted(logged_ms for logged_ms in logged if after_ms < logged_ms <= until_ms)
 
 
@@ -165,7 +179,7 @@ class AsOf(NamedTuple):
         """Whether a pod of a name is reported to have ended long before a time, and the name can mean no other pod.
         ``missing_ms``: a snapshot of that time lacks the name, so it does not mean a pod that had ended by then."""
         lifetimes = self._lifetimes(name)
-        ends = [ended_ms for logged_ms, ended_ms in self.workloads.ends.get(name, ()) if logged_ms <= self.logged_ms]
+        ends = [end.value for end in self.workloads.ends.get(name, ()) if end.ms <= self.logged_ms]
         ends += [lifetime.ended_ms for lifetime in lifetimes if lifetime.end_reported and lifetime.ended_ms is not None]
         after_ms = max(ts_ms - REMEMBERED_MS, 0 if missing_ms is None else missing_ms + 1)
         ended = any(after_ms <= ended_ms < ts_ms - LISTED_MS for ended_ms in ends)
@@ -249,7 +263,7 @@ def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: i
         return known
 
     def with_value(history: History[Versions[T]], value: T) -> History[Versions[T]]:
-        return _add_logged(history, logged_ms, _add_version(history[-1][1] if history else (), record.ts_ms, value))
+        return _add_logged(history, logged_ms, _add_version(history[-1].value if history else (), record.ts_ms, value))
 
     dra = {(d.driver, d.pool, d.device): d.uuid for d in record.dra_devices}
     updated = KnownWorkloads(
@@ -259,7 +273,7 @@ def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: i
         logged_ms=logged_ms,
         node_labels=with_value(known.node_labels if known else (), record.node_labels),
         dra=with_value(known.dra if known else (), dra),
-        admin=with_value(known.admin if known else (), frozenset(record.admin_claims)),
+        admin=with_value(known.admin if known else (), frozenset(record.admin_claims) or EMPTY),
         unwell=with_value(known.unwell if known else (), record.unwell),
         lifetimes=_with_pods(known.lifetimes if known else {}, record, logged_ms),
         ends=known.ends if known else {},
@@ -275,8 +289,8 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
     for pod in record.pods:
         name = (shared(pod.namespace), pod.name)
         histories = updated.get(name, ())
-        history = next((history for history in histories if history[-1][1].uid == pod.uid), ())
-        last = history[-1][1] if history else None
+        history = next((history for history in histories if history[-1].value.uid == pod.uid), ())
+        last = history[-1].value if history else None
         if last is None:  # a fleet has few namespaces, labels and owners: pods share equal ones
             pod = _replace(
                 pod,
@@ -297,11 +311,11 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
         updated[name] = (*others, _add_logged(history, logged_ms, lifetime))
     uids = {pod.uid for pod in record.pods}
     for name, histories in updated.items():
-        missing = [h for h in histories if (lifetime := h[-1][1]).ended_ms is None and lifetime.uid not in uids]
+        missing = [h for h in histories if (lifetime := h[-1].value).ended_ms is None and lifetime.uid not in uids]
         if missing:
-            ended = [_replace(history[-1][1], ended_ms=record.ts_ms) for history in missing]
+            ended = [_replace(history[-1].value, ended_ms=record.ts_ms) for history in missing]
             changed = {e.uid: _add_logged(h, logged_ms, e) for h, e in zip(missing, ended, strict=True)}
-            updated[name] = tuple([changed.get(history[-1][1].uid, history) for history in histories])
+            updated[name] = tuple([changed.get(history[-1].value.uid, history) for history in histories])
     return updated
 
 
@@ -332,41 +346,35 @@ def forget_before(known: KnownWorkloads, ts_ms: int, logged_ms: int) -> KnownWor
     lifetimes: Lifetimes = {}
     ends_by_name = dict(known.ends)
     for name, histories in known.lifetimes.items():
-        if all(len(h) == 1 and len(h[0][1].versions) == 1 and h[0][1].ended_ms is None for h in histories):
+        if all(len(h) == 1 and len(h[0].value.versions) == 1 and h[0].value.ended_ms is None for h in histories):
             lifetimes[name] = histories
             continue
         recent = [_from(history, logged_ms) for history in histories]
         needed = [history for history in recent if not _ended_before(history, ts_ms, logged_ms)]
-        first_start = min([lifetime.start_order() for history in needed for _, lifetime in history], default=None)
+        first_start = min([known.value.start_order() for history in needed for known in history], default=None)
         dropped = [
             h
             for h in recent
-            if _ended_before(h, ts_ms, logged_ms) and (first_start is None or h[0][1].start_order() < first_start)
+            if _ended_before(h, ts_ms, logged_ms) and (first_start is None or h[0].value.start_order() < first_start)
         ]
         if needed and dropped:  # the last one stays: where it ended, the next one started
-            dropped.remove(max(dropped, key=lambda history: history[0][1].start_order()))
+            dropped.remove(max(dropped, key=lambda history: history[0].value.start_order()))
         if len(dropped) < len(recent):
             lifetimes[name] = tuple(
-                [
-                    tuple(
-                        [(ms, _replace(lifetime, versions=_from(lifetime.versions, ts_ms))) for ms, lifetime in history]
-                    )
-                    for history in recent
-                    if history not in dropped
-                ]
+                [tuple([_without_old_versions(known, ts_ms) for known in h]) for h in recent if h not in dropped]
             )
-        for ((known_ms, lifetime),) in dropped:
-            ends, ended_ms = ends_by_name.get(name, ()), lifetime.ended_ms
-            if lifetime.end_reported and ended_ms is not None and all(ms != ended_ms for _, ms in ends):
-                ends_by_name[name] = tuple(sorted([*ends, (known_ms, ended_ms)]))
+        for (last,) in dropped:
+            ends, ended_ms = ends_by_name.get(name, ()), last.value.ended_ms
+            if last.value.end_reported and ended_ms is not None and all(end.value != ended_ms for end in ends):
+                ends_by_name[name] = tuple(sorted([*ends, Since(last.ms, ended_ms)]))
     remembered = {
-        name: tuple([end for end in ends if end[1] >= ts_ms - REMEMBERED_MS]) for name, ends in ends_by_name.items()
+        name: tuple([end for end in ends if end.value >= ts_ms - REMEMBERED_MS]) for name, ends in ends_by_name.items()
     }
 
     def cut(history: History[Versions[T]]) -> History[Versions[T]]:
-        return tuple((known_ms, _from(versions, ts_ms)) for known_ms, versions in _from(history, logged_ms))
+        return tuple([Since(known.ms, _from(known.value, ts_ms)) for known in _from(history, logged_ms)])
 
-    return _replace(
+    left = _replace(
         known,
         lifetimes=lifetimes,
         ends={name: ends for name, ends in remembered.items() if ends},
@@ -375,13 +383,18 @@ def forget_before(known: KnownWorkloads, ts_ms: int, logged_ms: int) -> KnownWor
         admin=cut(known.admin),
         unwell=cut(known.unwell),
     )
+    return known if left == known else left  # answers that were given from it stay valid
 
 
 def _ended_before(history: History[Lifetime], ts_ms: int, logged_ms: int) -> bool:
     """Whether a pod had ended long before a time, and no record that was logged after ``logged_ms`` changes it."""
-    known_ms, lifetime = history[0]
-    is_last = len(history) == 1 and known_ms <= logged_ms
-    return is_last and lifetime.ended_ms is not None and lifetime.ended_ms + LISTED_MS < ts_ms
+    is_last, ended_ms = len(history) == 1 and history[0].ms <= logged_ms, history[0].value.ended_ms
+    return is_last and ended_ms is not None and ended_ms + LISTED_MS < ts_ms
+
+
+def _without_old_versions(known: Since[Lifetime], ts_ms: int) -> Since[Lifetime]:
+    """A lifetime with the versions of a pod that hold at a time or later."""
+    return Since(known.ms, _replace(known.value, versions=_from(known.value.versions, ts_ms)))
 
 
 # -- versions and histories
@@ -389,20 +402,20 @@ def _ended_before(history: History[Lifetime], ts_ms: int, logged_ms: int) -> boo
 
 def version_at(versions: Versions[T], ts_ms: int) -> T:
     """The version with the greatest time at or before ``ts_ms``, else the earliest."""
-    return versions[0][1] if len(versions) == 1 else versions[max(0, _count_until(versions, ts_ms) - 1)][1]
+    return versions[max(0, _count_until(versions, ts_ms) - 1) if len(versions) > 1 else 0].value
 
 
 def _known_at(history: History[T], logged_ms: int) -> T | None:
     """What was known at a log time; None: nothing yet."""
-    if history[-1][0] <= logged_ms:
-        return history[-1][1]
+    if history[-1].ms <= logged_ms:
+        return history[-1].value
     count = _count_until(history, logged_ms)
-    return history[count - 1][1] if count else None
+    return history[count - 1].value if count else None
 
 
 def _next_change_ms(versions: Versions[T], ms: int) -> float:
     """The first time after ``ms`` from which there is another value."""
-    return math.inf if versions[-1][0] <= ms else versions[_count_until(versions, ms)][0]
+    return math.inf if versions[-1].ms <= ms else versions[_count_until(versions, ms)].ms
 
 
 def _from(versions: Versions[T], ms: int) -> Versions[T]:
@@ -416,18 +429,18 @@ def _add_version(
 ) -> Versions[T]:
     """The versions with one more, if it differs from the one that held at its time."""
     count = _count_until(versions, ts_ms)
-    if count and same(versions[count - 1][1], value):
+    if count and same(versions[count - 1].value, value):
         return versions
-    return (*versions[:count], (ts_ms, value), *versions[count:])
+    return (*versions[:count], Since(ts_ms, value), *versions[count:])
 
 
 def _add_logged(history: History[T], logged_ms: int, value: T) -> History[T]:
     """The history with the value of one more record. Of several that were logged in the same ms, the last counts."""
-    if history and history[-1][1] == value:
+    if history and history[-1].value == value:
         return history
-    return (*(history[:-1] if history and history[-1][0] == logged_ms else history), (logged_ms, value))
+    return (*(history[:-1] if history and history[-1].ms == logged_ms else history), Since(logged_ms, value))
 
 
 def _count_until(versions: Versions[T], ms: int) -> int:
     """How many of the versions are from ``ms`` or before."""
-    return bisect_right(versions, ms, key=operator.itemgetter(0))
+    return bisect_right(versions, ms, key=_since_ms)

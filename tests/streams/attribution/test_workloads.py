@@ -15,6 +15,7 @@ from streams.attribution.workloads import (
     TOLERANCE_MS,
     AsOf,
     KnownWorkloads,
+    Since,
     add_record,
     forget_before,
     version_at,
@@ -211,7 +212,8 @@ def test_what_the_api_server_reports_of_devices_is_in_the_attributed_tick_by_the
         sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", resolved), {}, None
     )
     assert joined.sample.unwell == (msgspec.structs.replace(unwell[0], device_id=gpu(1)), unwell[1])
-    assert history_of(msgspec.structs.replace(workloads(1), unwell=unwell), workloads(2)).unwell[-1][1][-1][1] == ()
+    history = history_of(msgspec.structs.replace(workloads(1), unwell=unwell), workloads(2))
+    assert history.unwell[-1].value[-1].value == ()
 
 
 def test_of_two_records_at_one_time_the_later_counts() -> None:
@@ -376,7 +378,7 @@ def test_a_pod_without_a_start_begins_where_the_one_before_it_ended_though_that_
 
 def test_of_a_pod_that_ended_before_only_its_end_is_remembered_and_that_for_a_day() -> None:
     history = forget_before(history_of(workloads(1, pod("p", ended=10_000))), 10_000 + LISTED_MS + 1, 0)
-    assert (history.lifetimes, history.ends) == ({}, {NAME: ((0, 10_000),)})
+    assert (history.lifetimes, history.ends) == ({}, {NAME: (Since(0, 10_000),)})
     assert REMEMBERED_MS == 24 * 3_600_000
 
     assert full_view(forget_before(history, 10_000 + REMEMBERED_MS, 0)).has_ended(NAME, 10_000 + REMEMBERED_MS)
@@ -395,7 +397,7 @@ def test_a_pod_whose_end_is_reported_again_and_again_is_remembered_once() -> Non
         repeated = workloads(seq, pod("p", ended=10_000), ts_ms=seq * 60_000)
         history = forget_before(add_record(forget_before(history, seq * 60_000, 0), repeated, 0), seq * 60_000, 0)
 
-    assert history.ends == {NAME: ((0, 10_000),)}
+    assert history.ends == {NAME: (Since(0, 10_000),)}
 
 
 # -- pods that were over
@@ -440,7 +442,7 @@ def test_a_pod_that_never_started_and_is_reported_again_after_its_end_ends_no_po
 
 @given(st.lists(st.integers(0, 20), min_size=1, unique=True).map(sorted), st.integers(-1, 21))
 def test_the_version_at_a_time_is_the_last_one_that_began_by_then(begins: list[int], ts_ms: int) -> None:
-    versions = tuple((begin, begin) for begin in begins)
+    versions = tuple([Since(begin, begin) for begin in begins])
 
     assert version_at(versions, ts_ms) == max([begin for begin in begins if begin <= ts_ms], default=begins[0])
 
