@@ -48,7 +48,7 @@ from streams.usage.books import (
     workload_of,
 )
 from streams.usage.measure import MOST_WATTS, DeviceAccounts, DeviceShare, Gpu, divide, gpus_of
-from streams.usage.tick import CountedTick
+from streams.usage.tick import CountedTick, kept
 from topics.samples import silent_after_ms
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
@@ -133,7 +133,7 @@ class Bookkeeper:
         node_labels = books.node_labels
         if tick.node_labels != node_labels:
             labels_of(tick.node_labels)
-            node_labels = tick.node_labels.copy()
+            node_labels = kept(tick.node_labels)
         previous_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
         newest = replays.after(last, tick)
         books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from streams.usage.measure import Split
-from streams.usage.tick import JSON_NULL
+from streams.usage.tick import JSON_NULL, kept
 from topics.attributed import Workload
 from topics.topic import decoder, lenient
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
@@ -118,11 +118,24 @@ class Books(UsageState, kw_only=True):
         return self.logs, self.offset, self.booked_ms, self.final_ms
 
 
-decode = decoder(Books)
+_decode = decoder(Books)
 encode = msgspec.json.Encoder().encode
 rows_of = msgspec.json.Decoder(Rows).decode
 labels_of = lenient(msgspec.json.Decoder(dict[str, str] | None).decode)
 workload_of = lenient(msgspec.json.Decoder(Workload | None).decode)
+
+
+def decode(value: bytes) -> Books:
+    """The books of a node. Raises ``msgspec.DecodeError``."""
+    books = _decode(value)
+    books.node_labels = kept(books.node_labels)
+    for number, account in books.accounts.items():
+        owner = dict(zip(("workload", "labels", "namespace_labels"), map(kept, account.owner), strict=True))
+        books.accounts[number] = msgspec.structs.replace(account, **owner)
+    for hour in books.hours:
+        for minute in hour.minutes:
+            minute.rows = minute.rows.copy()
+    return books
 
 
 def of_team(account: Account, team_label: str) -> Account:

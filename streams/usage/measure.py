@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from streams.usage.tick import CountedDevice, CountedTick, Holder
+from streams.usage.tick import CountedDevice, CountedTick, Holder, kept
 from topics.attributed import Parts, by_pod
 from topics.idleness import IDLE_BELOW, beside_parts, is_idle, part_of, work_of
 from topics.mig import model_slices, profile_slices
@@ -188,9 +188,9 @@ def _share(device: CountedDevice, last_accounts: Mapping[str, DeviceAccounts], s
 
 
 def _device_accounts(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:
-    """Who holds a device, as a tick reports it. The JSON in it is copied, or it would keep the whole record alive."""
+    """Who holds a device, as a tick reports it."""
     identities = [
-        tuple([value.copy() if isinstance(value, msgspec.Raw) else value for value in _identity(holder)])
+        tuple([kept(value) if isinstance(value, msgspec.Raw) else value for value in _identity(holder)])
         for holder in holders
     ]
     indices = {id(holder): index for index, holder in enumerate(holders)}

@@ -5,6 +5,8 @@ if they differ from those of the previous tick.
 On failure: ``msgspec.DecodeError`` if it is no such record.
 """
 
+from functools import lru_cache
+
 import msgspec
 
 from topics.attributed import AttributedSample, AttributedTick, Attribution, Parts
@@ -13,6 +15,17 @@ from topics.samples import Mig, State
 from topics.topic import UNDECODABLE, UInt, decoder
 
 JSON_NULL = msgspec.Raw(b"null")
+
+
+@lru_cache(maxsize=8192)
+def _shared_json(text: bytes) -> msgspec.Raw:
+    return msgspec.Raw(text)
+
+
+def kept(json: msgspec.Raw) -> msgspec.Raw:
+    """JSON text of a record as it is to be kept: a copy, or it would keep the whole record alive. Equal texts, as those
+    of the labels of a namespace, have one."""
+    return json if json is JSON_NULL else _shared_json(bytes(json))
 
 
 class CountedMetrics(Ratios, frozen=True, omit_defaults=True, gc=False):
