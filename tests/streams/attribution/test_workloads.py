@@ -472,7 +472,23 @@ def test_what_pods_of_two_nodes_share_is_in_memory_once() -> None:
     assert first_pod == other
     assert first_pod.namespace is other.namespace
     assert first_pod.namespace_labels is other.namespace_labels
-    assert first_pod.owners[0].kind is other.owners[0].kind
+    assert first_pod.owners is other.owners
+
+
+def test_a_name_has_the_namespace_of_its_pod_and_no_copy() -> None:
+    record = msgspec.json.decode(msgspec.json.encode(workloads(1, pod("p"))), type=NodeWorkloads)
+    history = history_of(record)
+    known = full_view(history).pod_at(NAME, 0)
+
+    ((namespace, _),) = history.lifetimes
+    assert known is not None
+    assert namespace is known.namespace
+
+
+def test_if_nothing_is_forgotten_all_answers_stay_valid() -> None:
+    history = history_of(workloads(1, pod("p"), pod("q", ended=10_000)))
+    assert forget_before(history, 0, 0) is history
+    assert forget_before(history, 60_000, 60_000) is not history
 
 
 def test_the_interpreter_does_not_keep_the_texts_of_a_pod() -> None:

@@ -1,5 +1,6 @@
 """How time is booked: what time a tick counts for, what clocks may do, and when windows close."""
 
+import sys
 from typing import Any
 
 import msgspec
@@ -507,3 +508,21 @@ def test_books_are_read_back_as_they_were_written() -> None:
     restored = Bookkeeper(decode(encode(harness.keeper.books)), harness.policy)
     last = tick(3720_000, gpu("GPU-a", A))
     assert restored.book(last, last.ts_ms).records == harness.keeper.book(last, last.ts_ms).records
+
+
+def test_books_do_not_keep_the_record_alive_that_they_were_read_from() -> None:
+    harness = BookkeeperHarness()
+    harness.play(*seconds(0, 3700, gpu("GPU-a", holder("a", labels={"app": "a"})), node_labels={"zone": "a"}, step=5))
+    value = encode(harness.keeper.books)
+    references = sys.getrefcount(value)
+    books = decode(value)
+    assert sys.getrefcount(value) == references
+    assert encode(books) == value
+
+
+def test_the_labels_of_a_pod_with_several_gpus_are_kept_once() -> None:
+    a = holder("a", labels={"app": "a"})
+    books = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", a), gpu("GPU-b", a))).keeper.books
+    first, second = [account for account in books.accounts.values() if account.category == "held"]
+    assert first.labels is second.labels
+    assert first.labels == msgspec.Raw(b'{"app":"a"}')
