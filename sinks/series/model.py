@@ -5,8 +5,9 @@ A set is made once and then only gets values, so a sink may keep on it what it c
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,8 @@ STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 
 
 _numbers = count()
+_shared: Callable[[tuple[str, str]], tuple[str, str]] = lru_cache(maxsize=8192)(tuple)
+"""One object for equal labels: the sets of a node have most of theirs in common."""
 
 
 class Row(NamedTuple):
@@ -70,6 +73,7 @@ class SeriesSet:
     number: int = field(default_factory=_numbers.__next__, init=False)
 
     def __post_init__(self) -> None:
+        self.labels = tuple(map(_shared, self.labels))
         self.primaries = sum([row.primary for row in self.rows])
         label_bytes = sum(map(len, chain.from_iterable(self.labels))) + 6 * len(self.labels)
         self.bytes = len(self.rows) * (label_bytes + _ROW_BYTES)
