@@ -33,16 +33,16 @@ def pieces(groups: Sequence[SampleGroup]) -> Iterator[bytes]:
 
 def _plan(sets: Sequence[SeriesSet], width: int) -> list[bytes]:
     """The parts of all rows of the sets, which each set keeps."""
-    parts: list[bytes] = []
+    parts, key = list[bytes](), ("parts", width)
     for series in sets:
-        series_parts = series.cache.get(("parts", width))
+        series_parts = series.cache.get(key)
         if series_parts is None:
-            series_parts = series.cache["parts", width] = _parts(series, width)
+            series_parts = series.cache[key] = _parts(series, width)
         parts += series_parts
     return parts
 
 
-def _parts(series: SeriesSet, width: int) -> list[bytes]:
+def _parts(series: SeriesSet, width: int) -> tuple[bytes, ...]:
     """The parts of each row: its own bytes, the bytes that many rows share, and an empty place for the sample."""
     encoded = [label(name, value) for name, value in series.labels]
     ends = list(accumulate(map(len, encoded), initial=0))
@@ -58,7 +58,7 @@ def _parts(series: SeriesSet, width: int) -> list[bytes]:
             head += blob[start : ends[before]] + row_label
             start = ends[before]
         parts += (head, tails[last], b"")
-    return parts
+    return tuple(parts)
 
 
 class _RowHead(NamedTuple):
