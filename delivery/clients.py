@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from delivery import opening
 from delivery.connection import Connection
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
+from delivery.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleM
 
 _CLOSE_TIMEOUT_S = 2.0
 _CANCELLATIONS = 20
-_LOG_AGAIN_S = 60.0
 _PEEK_POLLS = 10
 _PEEK_BACK_RECORDS = 8
 _PEEK_BYTES = 256 << 10
@@ -69,22 +68,6 @@ def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:
 def _options(connection: Connection, options: Mapping[str, Any]) -> dict[str, Any]:
     client_id = {"client_id": connection.client_id} if connection.client_id is not None else {}
     return {**opening.options(connection), **options, **client_id}
-
-
-class LogThrottle:
-    """Decides which messages are logged: a new one, and the same one again after a minute."""
-
-    def __init__(self) -> None:
-        self._logged_s: dict[str, float] = {}
-
-    def is_due(self, message: str) -> bool:
-        """Whether to log the message now; if so, it counts as logged."""
-        now_s = time.monotonic()
-        if now_s - self._logged_s.get(message, -_LOG_AGAIN_S) < _LOG_AGAIN_S:
-            return False
-        self._logged_s = {text: at_s for text, at_s in self._logged_s.items() if now_s - at_s < _LOG_AGAIN_S}
-        self._logged_s[message] = now_s
-        return True
 
 
 def explain(error: BaseException, connection: Connection) -> str:

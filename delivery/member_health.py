@@ -16,10 +16,10 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from delivery import clients, opening
 from delivery.assignor import Claim, claim_of
-from delivery.clients import LogThrottle
 from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.kafka_errors import describe
+from delivery.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 

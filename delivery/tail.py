@@ -18,11 +18,12 @@ from typing import Any
 from aiokafka.errors import KafkaError
 
 from delivery import clients, positions
-from delivery.clients import LogThrottle, OffsetClient, connect_consumer, to_kafka
+from delivery.clients import OffsetClient, connect_consumer, to_kafka
 from delivery.connection import Connection
 from delivery.dead_letters import Record
 from delivery.group import MustRestart
 from delivery.ledger import Partition
+from delivery.log_throttle import LogThrottle
 from delivery.positions import StartFrom
 from delivery.settings import TopicAccess
 from delivery.tasks import until_stopped

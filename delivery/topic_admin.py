@@ -14,9 +14,10 @@ from typing import NamedTuple
 import msgspec
 from aiokafka.admin import NewTopic
 
-from delivery.clients import LogThrottle, backoff
+from delivery.clients import backoff
 from delivery.connection import Connection
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, SettingsUnknown, TopicDescription, connect
+from delivery.log_throttle import LogThrottle
 from delivery.settings import TopicAccess
 from delivery.tasks import set_within
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics

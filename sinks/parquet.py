@@ -23,9 +23,9 @@ from typing import Any, TextIO
 
 import msgspec
 
-from delivery.clients import LogThrottle
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
+from delivery.log_throttle import LogThrottle
 from delivery.positions import NOTHING
 from delivery.sender import Sender
 from delivery.tasks import set_within

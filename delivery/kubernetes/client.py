@@ -23,6 +23,7 @@ from prometheus_client import Counter
 from delivery.instruments import Instrument
 from delivery.kafka_errors import describe
 from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ApiConnection, ConfigError, CredentialSource
+from delivery.log_throttle import LogThrottle
 from delivery.tasks import set_within
 from topics.topic import UNDECODABLE
 
@@ -40,7 +41,6 @@ ERROR_WITHIN_S = 10.0
 LONGEST_RETRY_AFTER_S = 120.0
 _LONGEST_MESSAGE = 300
 
-LOG_AGAIN_S = 60.0
 UNREADY_AFTER_S = 30.0
 
 _GROUP_VERSION = re.compile(r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?v[a-z0-9]{1,62}")
@@ -193,7 +193,7 @@ class ApiHealth:
         self._subject, self._log = subject, log
         self._bad_since_s: float | None = None
         self._last = ""
-        self._logged_s: dict[str, float] = {}
+        self._throttle = LogThrottle()
         self.problem = ""
 
     def good(self, state: str) -> None:
@@ -205,12 +205,11 @@ class ApiHealth:
 
     def bad(self, kind: str, reason: str) -> None:
         """Note a problem of a kind; the reason may differ each time."""
-        now_s = time.monotonic()
         self.problem = reason
         if self._bad_since_s is None:
-            self._bad_since_s = now_s
-        if kind != self._last and now_s - self._logged_s.get(kind, float("-inf")) >= LOG_AGAIN_S:
-            self._last, self._logged_s[kind] = kind, now_s
+            self._bad_since_s = time.monotonic()
+        if kind != self._last and self._throttle.is_due(kind):
+            self._last = kind
             self._log.warning("%s", f"{self._subject}: {reason}")
 
     def lasting(self) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from delivery.instruments import Instruments
+from delivery.log_throttle import LogThrottle
 from producers.node import instruments as names
 from producers.node.jobs import Job, as_name, file_name
 from producers.node.worker import Worker
@@ -30,7 +31,6 @@ MAX_JOBS = 64  # of one file: a tick has to fit in a record, whatever is in the 
 LARGEST_FILE_BYTES = 64 * 1024
 MAX_ENTRIES = 4096
 SETTLED_AFTER_NS = 2_000_000_000  # a newer file is not cached: it may change again without a new ctime
-_LOG_AGAIN_S = 60.0
 _FILE_NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?|(?:GPU|MIG)-[0-9a-fA-F-]+")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+.-]{0,63}")
 _JOB_KEYS = ("user", "partition", "account")  # the keys of a job's own file
@@ -176,7 +176,7 @@ class JobFiles:
         read_directory: Callable[[], JobMapping] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory, self._instruments, self._clock = directory, instruments, clock
+        self._directory, self._instruments = directory, instruments
         self._read_directory = read_directory or (None if directory is None else Directory(directory).read)
         self._worker = None if self._read_directory is None else Worker("job-files")
         self._reading: asyncio.Future[JobMapping] | None = None
@@ -185,7 +185,7 @@ class JobFiles:
         self._unknown_files: frozenset[str] = frozenset()
         self._directory_was_read: bool | None = False if directory is None else None
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
-        self._logged_s: dict[tuple[Reason, Path], float] = {}
+        self._throttle = LogThrottle(clock)
 
     async def read(self, within_s: float) -> JobIdsByFile:
         """The job ids by file name; after ``within_s`` those that were read last."""
@@ -237,16 +237,9 @@ class JobFiles:
 
     def _report(self, problems: list[Problem]) -> None:
         """Count every problem, and log each new one, but one that comes and goes only once a minute."""
-        now_s = self._clock()
         for problem in problems:
             self._instruments.counter(names.JOB_FILE_ERRORS, problem.reason).inc(problem.times)
             key = (problem.reason, problem.path)
-            if key not in self._problems and now_s - self._logged_s.get(key, float("-inf")) >= _LOG_AGAIN_S:
-                self._logged_s[key] = now_s
+            if key not in self._problems and self._throttle.is_due(key):
                 log.warning("%s", problem)
         self._problems = {(problem.reason, problem.path): problem for problem in problems}
-        self._logged_s = {
-            key: logged_s
-            for key, logged_s in self._logged_s.items()
-            if key in self._problems or now_s - logged_s < _LOG_AGAIN_S
-        }

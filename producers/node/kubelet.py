@@ -31,6 +31,7 @@ from google.protobuf.message import DecodeError
 
 from delivery.clock import now_ms
 from delivery.instruments import Instruments
+from delivery.log_throttle import LogThrottle
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
 from producers.node.pods_api import PodWatch, container_key, merge_pods
@@ -44,7 +45,6 @@ UNREADY_AFTER_S = 30.0
 SETTLED_AFTER_S = 5.0  # static pods are listed at once, the others when the kubelet has them from the API server
 EVENT_READ_WITHIN_MS = 500  # an answer so soon after an XID error was asked for because of it, and counts for its time
 PUSH_READ_WITHIN_S, PUSH_READ_EVERY_S = 0.8, 0.05  # after a push of the Pods API
-_LOG_AGAIN_S = 60.0
 _MAX_ANSWERS = 64
 _MAX_REASON_CHARS = 300
 _DECODED_IN_LOOP_BYTES = 256 * 1024
@@ -188,7 +188,7 @@ class Kubelet:
         self._state: State | None = None
         self._reason = ""
         self._logged_state: State | None = None
-        self._logged_s: dict[State, float] = {}
+        self._throttle = LogThrottle(clock)
 
     async def run(self) -> None:
         """Watch the pods until it is cancelled, and read their devices when one begins, changes or ends."""
@@ -341,10 +341,9 @@ class Kubelet:
     def _set_state(self, state: State, reason: str) -> None:
         """Note the kubelet's state, and log it if it has changed, but each state at most once a minute."""
         self._state, self._reason = state, reason
-        now_s = self._clock()
-        if state == self._logged_state or now_s - self._logged_s.get(state, float("-inf")) < _LOG_AGAIN_S:
+        if state == self._logged_state or not self._throttle.is_due(state):
             return
-        self._logged_state, self._logged_s[state] = state, now_s
+        self._logged_state = state
         if state == "ok":
             log.info("the kubelet answers", extra={"socket": str(self._socket)})
         else:
