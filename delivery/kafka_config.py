@@ -12,12 +12,12 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from delivery import values
 
-SECURITY = ("plaintext", "ssl", "sasl-plaintext", "sasl-ssl")
-MECHANISMS = ("plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam")
+Security = Literal["plaintext", "ssl", "sasl-plaintext", "sasl-ssl"]
+Mechanism = Literal["plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam"]
 
 
 class CredentialsError(Exception):
@@ -80,7 +80,10 @@ _IMPLIED = (
 _RAW_VALUES = ("sasl.username", "sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password")
 """A backslash in these may be part of the value. In others Java puts one before a colon or an equals sign."""
 
-_CHOICES = (("security", "security.protocol", SECURITY), ("mechanism", "sasl.mechanism", MECHANISMS))
+_CHOICES = (
+    ("security", "security.protocol", get_args(Security)),
+    ("mechanism", "sasl.mechanism", get_args(Mechanism)),
+)
 _STORES = ("ssl.truststore.location", "ssl.keystore.location")
 _VERIFICATION = {"ssl.endpoint.identification.algorithm": "https", "enable.ssl.certificate.verification": "true"}
 _PAIR = re.compile(r"""([\w.]+)\s*=\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s;"']+)""")

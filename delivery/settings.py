@@ -23,6 +23,7 @@ import click
 
 from delivery import kafka_config, values
 from delivery.connection import Connection, CredentialsError
+from delivery.kafka_config import Mechanism, Security
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ class ConnectionSettings:
         "A file of client settings as a cloud's console hands it out, for librdkafka or Java: brokers, security,"
         " user and password. The log says which lines are of no use here; an option wins over its line.",
     )] = None  # fmt: skip
-    kafka_security: Annotated[Literal["plaintext", "ssl", "sasl-plaintext", "sasl-ssl"] | None, Option(
+    kafka_security: Annotated[Security | None, Option(
         "--kafka-security", None,
         "How brokers are spoken to: ssl is TLS, sasl a login. They and their names are always verified.",
         shown="plaintext",
@@ -255,15 +256,11 @@ class ConnectionSettings:
         "--kafka-key", READABLE_FILE, "The private key of --kafka-cert, PEM, not encrypted.",
         shown="in the file of --kafka-cert",
     )] = None  # fmt: skip
-    kafka_sasl_mechanism: Annotated[
-        Literal["plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam"] | None,
-        Option(
-            "--kafka-sasl-mechanism",
-            None,
-            "How the client logs in: with --kafka-username and --kafka-password-file, by an OAuth token, or by the AWS"
-            " role of its machine (it needs `pip install gpustream[msk]`).",
-        ),
-    ] = None
+    kafka_sasl_mechanism: Annotated[Mechanism | None, Option(
+        "--kafka-sasl-mechanism", None,
+        "How the client logs in: with --kafka-username and --kafka-password-file, by an OAuth token, or by the AWS"
+        " role of its machine (it needs `pip install gpustream[msk]`).",
+    )] = None  # fmt: skip
     kafka_username: Annotated[str | None, Option("--kafka-username", None, "The user, or the id of an API key.")] = None
     kafka_password_file: Annotated[Path | None, Option(
         "--kafka-password-file", READABLE_FILE,
