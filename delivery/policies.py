@@ -158,17 +158,15 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], fire
     A pod's own annotation wins. ``Bounds`` do not count here: who asks to keep idle GPUs keeps them, however long that
     is. A malformed annotation forbids the action, too. ``fired_ms``: for how long the alert has fired as it must.
     """
-    for name in (ALERTS, IDLE_AFTER):
-        if (text := annotations.get(name, inherited.get(name))) is None:
-            continue
-        if name == ALERTS and text.strip().lower() != "on":
-            return f"{name} is {text[:80]!r}"
-        if name == IDLE_AFTER:
-            try:
-                if milliseconds(text) > fired_ms:
-                    return f"{name} is {text[:80]!r}, and the alert has fired for {duration_words(fired_ms)}"
-            except ValueError:
-                return f"{name} is {text[:80]!r}, which is no duration"
+    alerts, idle_after = (annotations.get(name, inherited.get(name)) for name in (ALERTS, IDLE_AFTER))
+    if alerts is not None and alerts.strip().lower() != "on":
+        return f"{ALERTS} is {alerts[:80]!r}"
+    if idle_after is not None:
+        try:
+            if milliseconds(idle_after) > fired_ms:
+                return f"{IDLE_AFTER} is {idle_after[:80]!r}, and the alert has fired for {duration_words(fired_ms)}"
+        except ValueError:
+            return f"{IDLE_AFTER} is {idle_after[:80]!r}, which is no duration"
     if RECLAIM in annotations:
         return f"{RECLAIM} is {annotations[RECLAIM][:80]!r}; only a namespace's says what may be done"
     return None
