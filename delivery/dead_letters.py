@@ -59,11 +59,11 @@ class DeadLetters:
     def __init__(self, sender: Sender, stage: str) -> None:
         self._sender = sender
         self._stage = stage
-        self._waiting_since_s: dict[object, float] = {}
+        self._waiting_since_s: list[float] = []
 
     def not_ready(self) -> list[str]:
         """The reasons why none can be written; empty if there is none."""
-        waited_s = time.monotonic() - min(self._waiting_since_s.values(), default=math.inf)
+        waited_s = time.monotonic() - min(self._waiting_since_s, default=math.inf)
         return not_sent(self._sender, what="a dead letter", waited_s=waited_s)
 
     async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
@@ -77,12 +77,11 @@ class DeadLetters:
             except Unsendable as unsendable:
                 log.error("%s: not even its dead letter could be sent: %s", origin, unsendable)
 
-        token = object()  # readers of several groups may write a letter of the same record
-        self._waiting_since_s[token] = time.monotonic()
+        self._waiting_since_s.append(since_s := time.monotonic())
         try:
             await until_abandoned(abandon, send())
         finally:
-            del self._waiting_since_s[token]
+            self._waiting_since_s.remove(since_s)
 
 
 async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:
