@@ -100,15 +100,14 @@ class NodeProducer:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and send until ``stop``, then send the ticks that are left, for at most 4 s.
         Raises an error that only a new process can fix."""
-        background = (
-            self._publisher.run,
-            self._sender.start,
-            self._gpus.run,
-            self._kubelet.run,
-            self._read_holders_at_events,
-        )
         try:
-            async with running(*(task() for task in background)):
+            async with running(
+                self._publisher.run(),
+                self._sender.start(),
+                self._gpus.run(),
+                self._kubelet.run(),
+                self._read_holders_at_events(),
+            ):
                 await until_stopped(stop, self._gpus.open(OPEN_WITHIN_S))
                 await self._run_ticks(stop)
                 if unsent := await self._publisher.drain(self.drain_s):
