@@ -89,6 +89,12 @@ _ANSWER_TYPES: dict[str, tuple[type[Any], ...]] = {
 }
 """The types that these functions fill in, after the handle and the arguments, which are numbers. Source: nvml.h."""
 
+PROCESS_LISTS: tuple[tuple[str, ...], ...] = tuple(
+    tuple(f"nvmlDeviceGet{kind}RunningProcesses{version}" for version in ("_v3", "_v2", ""))
+    for kind in ("Compute", "Graphics", "MPSCompute")
+)
+"""Every list of processes: its newest function, then the older ones."""
+
 _MAX_GPUS: Final = 256  # far above any machine's; each gets a thread
 _MAX_ITEMS: Final = 1 << 16  # far above any list of NVML's: a larger number of items is garbage
 
@@ -232,7 +238,7 @@ class Nvml:
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
         """The samples of nvmlDeviceGetSamples of that kind, newer than ``since_us``."""
-        value_type, since = _UINT(), ctypes.c_ulonglong(since_us)
+        value_type, since = _UINT(), _ULONG(since_us)
         samples = _items(
             "nvmlDeviceGetSamples",
             pynvml.c_nvmlSample_t,
@@ -278,7 +284,7 @@ class Nvml:
 
 
 def _instance(number: int) -> int | None:
-    return None if number == 0xFFFFFFFF else number
+    return None if number == _UNFILLED else number
 
 
 def _code(returned: int) -> int:
@@ -357,7 +363,7 @@ def _process_utilization(symbol: str, handle: Handle, since_us: int) -> list[Any
     return _items(
         symbol,
         pynvml.c_nvmlProcessUtilizationSample_t,
-        lambda call, count, items: call(handle, items, ctypes.byref(count), ctypes.c_ulonglong(since_us)),
+        lambda call, count, items: call(handle, items, ctypes.byref(count), _ULONG(since_us)),
     )
 
 
@@ -373,11 +379,7 @@ def _processes_utilization(symbol: str, handle: Handle, since_us: int) -> list[A
 
 
 _LISTS: dict[str, Callable[..., list[Any]]] = {
-    **{
-        f"nvmlDeviceGet{kind}RunningProcesses{version}": _processes
-        for kind in ("Compute", "Graphics", "MPSCompute")
-        for version in ("_v3", "_v2", "")
-    },
+    **{name: _processes for names in PROCESS_LISTS for name in names},
     "nvmlDeviceGetProcessUtilization": _process_utilization,
     "nvmlDeviceGetProcessesUtilizationInfo": _processes_utilization,
 }

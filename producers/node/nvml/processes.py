@@ -13,22 +13,13 @@ from typing import Any, NamedTuple
 
 from producers.node.cgroups import ProcessOwners
 from producers.node.nvml import binding
-from producers.node.nvml.binding import Handle, NvmlError
+from producers.node.nvml.binding import PROCESS_LISTS, Handle, NvmlError
 from producers.node.nvml.calls import IMPLAUSIBLE, Calls, FailedCall, LeftOut, Support, is_refused, is_unsupported
 from producers.node.nvml.sources import SampleCursor
-from producers.node.nvml.table import LARGEST_MEMORY_BYTES, Limits, Scale, measured
-
-LISTS: tuple[tuple[str, ...], ...] = tuple(
-    tuple(f"nvmlDeviceGet{kind}RunningProcesses{version}" for version in ("_v3", "_v2", ""))
-    for kind in ("Compute", "Graphics", "MPSCompute")
-)
-"""Every list of processes: its newest function, then the older ones."""
+from producers.node.nvml.table import AS_IS, BYTES, PERCENT, RATIO, measured
 
 UTILIZATION = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
 SAMPLE_PERIOD_S = 0.9  # without a new sample for longer than this, the processes did nothing
-_MEMORY = Limits(0, LARGEST_MEMORY_BYTES)
-_RATIO = Limits(0, 1)
-_PERCENT = Scale(per=100)
 
 
 class DeviceProcesses(NamedTuple):
@@ -67,7 +58,7 @@ class Processes:
         except _ListFailed:
             memory_by_pid = None
         if memory_by_pid is None:
-            self._missing["processes"] = [name for names in LISTS for name in names]
+            self._missing["processes"] = [name for names in PROCESS_LISTS for name in names]
             return DeviceProcesses(None, {})
         utilization = self._utilization(memory_by_pid) if memory_by_pid else None
         if memory_by_pid and utilization is None:
@@ -97,14 +88,14 @@ class Processes:
         supports no list of processes. Raises GpuLost, _ListFailed."""
         memory_by_pid: dict[int, int | None] = {}
         any_list = False
-        for names in LISTS:
+        for names in PROCESS_LISTS:
             answer = self._first_supported(names)
             if answer is None and any(map(self._support.has_answered, names)):
                 raise _ListFailed
             any_list = any_list or answer is not None
             for process in answer or ():
                 memory_bytes = process.usedGpuMemory
-                if memory_bytes is not None and measured(memory_bytes, 64, Scale(), _MEMORY) is None:
+                if memory_bytes is not None and measured(memory_bytes, 64, AS_IS, BYTES) is None:
                     self._calls.count("usedGpuMemory", IMPLAUSIBLE)
                     memory_bytes = None
                 amounts = [amount for amount in (memory_by_pid.get(process.pid), memory_bytes) if amount is not None]
@@ -129,7 +120,7 @@ class Processes:
             self._sm_utilization, self._sampled_s = {}, now_s
             for sample in sorted(new, key=lambda sample: int(sample.timeStamp)):
                 if sample.pid in pids:
-                    self._sm_utilization[sample.pid] = ratio = measured(sample.smUtil, 32, _PERCENT, _RATIO)
+                    self._sm_utilization[sample.pid] = ratio = measured(sample.smUtil, 32, PERCENT, RATIO)
                     if ratio is None:
                         self._calls.count("smUtil", IMPLAUSIBLE)
         return self._sm_utilization

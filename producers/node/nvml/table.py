@@ -97,21 +97,21 @@ class Row(NamedTuple):
 
 
 MEMORY_V2: Final = 0x02000028  # nvmlMemory_v2: the size of its structure, and its version
-LARGEST_MEMORY_BYTES: Final = 1 << 44
+_LARGEST_MEMORY_BYTES: Final = 1 << 44
 ALL_LINKS: Final = 0xFFFFFFFF
 
-_AS_IS = Scale()
-_PERCENT = Scale(per=100)
+AS_IS = Scale()
+PERCENT = Scale(per=100)
 _MILLI = Scale(per=1000)
 _NANO = Scale(per=1_000_000_000)
 _MHZ = Scale(times=1_000_000)
 _KIB = Scale(times=1 << 10)
 _MIB = Scale(times=1 << 20)
 
-_RATIO = Limits(0, 1)
+RATIO = Limits(0, 1)
 _ACTIVITY = Limits(0, 1, slack=0.02)
-_BYTES = Limits(0, LARGEST_MEMORY_BYTES)
-_MEMORY_SIZE = Limits(1, LARGEST_MEMORY_BYTES)
+BYTES = Limits(0, _LARGEST_MEMORY_BYTES)
+_MEMORY_SIZE = Limits(1, _LARGEST_MEMORY_BYTES)
 _WATTS = Limits(0, 20_000)
 _POWER_LIMIT = Limits(0.001, 20_000)
 _JOULES = Limits(0, 1e14)
@@ -144,7 +144,7 @@ def _call(function: str, *arguments: int, **more: Any) -> ValueSource:
     return ValueSource(Call(function, arguments), **more)
 
 
-def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False) -> ValueSource:
+def _field(number: int, name: str, scale: Scale = AS_IS, *, rate: bool = False) -> ValueSource:
     return ValueSource(Field(number, f"NVML_FI_DEV_{name}"), scale=scale, rate=rate)
 
 
@@ -153,7 +153,7 @@ def _all_links(number: int, name: str) -> ValueSource:
     return ValueSource(Field(number, f"NVML_FI_DEV_NVLINK_{name}", ALL_LINKS), scale=_KIB, rate=True)
 
 
-def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> ValueSource:
+def _gpm(number: int, name: str, scale: Scale = PERCENT) -> ValueSource:
     return ValueSource(GpmMetric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
 
 
@@ -168,14 +168,14 @@ def _memory(part: str) -> tuple[ValueSource, ...]:
 
 
 TABLE: tuple[Row, ...] = (
-    _row("gpu_utilization_ratio", _RATIO, ValueSource(_RATES, "gpu", _PERCENT)),
-    _row("memory_controller_utilization_ratio", _RATIO, ValueSource(_RATES, "memory", _PERCENT)),
-    _row("encoder_utilization_ratio", _RATIO, _call("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT)),
-    _row("decoder_utilization_ratio", _RATIO, _call("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT)),
-    _row("memory_used_bytes", _BYTES, *_memory("used")),
-    _row("memory_free_bytes", _BYTES, *_memory("free")),
+    _row("gpu_utilization_ratio", RATIO, ValueSource(_RATES, "gpu", PERCENT)),
+    _row("memory_controller_utilization_ratio", RATIO, ValueSource(_RATES, "memory", PERCENT)),
+    _row("encoder_utilization_ratio", RATIO, _call("nvmlDeviceGetEncoderUtilization", part=0, scale=PERCENT)),
+    _row("decoder_utilization_ratio", RATIO, _call("nvmlDeviceGetDecoderUtilization", part=0, scale=PERCENT)),
+    _row("memory_used_bytes", BYTES, *_memory("used")),
+    _row("memory_free_bytes", BYTES, *_memory("free")),
     _row("memory_total_bytes", _MEMORY_SIZE, *_memory("total")),
-    _row("memory_reserved_bytes", _BYTES, *_memory("reserved")),
+    _row("memory_reserved_bytes", BYTES, *_memory("reserved")),
     _row("power_watts", _WATTS, _call("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
     _row("power_limit_watts", _POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
          _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
@@ -186,7 +186,7 @@ TABLE: tuple[Row, ...] = (
          _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI)),
     _row("temperature_celsius", _CELSIUS, _call("nvmlDeviceGetTemperatureV", 0), _call("nvmlDeviceGetTemperature", 0)),
     _row("memory_temperature_celsius", _CELSIUS, _field(82, "MEMORY_TEMP")),
-    _row("fan_speed_ratio", _FAN, _call("nvmlDeviceGetFanSpeed", scale=_PERCENT)),
+    _row("fan_speed_ratio", _FAN, _call("nvmlDeviceGetFanSpeed", scale=PERCENT)),
     _row("performance_state", _STATE, _call("nvmlDeviceGetPerformanceState", unknown=32)),
     _row("graphics_clock_hz", _HERTZ, _call("nvmlDeviceGetClockInfo", 0, scale=_MHZ)),
     _row("sm_clock_hz", _HERTZ, _call("nvmlDeviceGetClockInfo", 1, scale=_MHZ)),
@@ -223,9 +223,9 @@ TABLE: tuple[Row, ...] = (
     _row("board_limit_violation_seconds_total", _SECONDS, _field(77, "PERF_POLICY_BOARD_LIMIT", _NANO)),
     _row("low_utilization_violation_seconds_total", _SECONDS, _field(78, "PERF_POLICY_LOW_UTILIZATION", _NANO)),
     _row("reliability_violation_seconds_total", _SECONDS, _field(79, "PERF_POLICY_RELIABILITY", _NANO)),
-    _row("gpu_utilization_mean_ratio", _RATIO, ValueSource(_SAMPLED_UTILIZATION, "mean", _PERCENT)),
-    _row("gpu_utilization_min_ratio", _RATIO, ValueSource(_SAMPLED_UTILIZATION, "minimum", _PERCENT)),
-    _row("gpu_utilization_max_ratio", _RATIO, ValueSource(_SAMPLED_UTILIZATION, "maximum", _PERCENT)),
+    _row("gpu_utilization_mean_ratio", RATIO, ValueSource(_SAMPLED_UTILIZATION, "mean", PERCENT)),
+    _row("gpu_utilization_min_ratio", RATIO, ValueSource(_SAMPLED_UTILIZATION, "minimum", PERCENT)),
+    _row("gpu_utilization_max_ratio", RATIO, ValueSource(_SAMPLED_UTILIZATION, "maximum", PERCENT)),
     _row("power_mean_watts", _WATTS, ValueSource(_SAMPLED_POWER, "mean", _MILLI)),
     _row("power_min_watts", _WATTS, ValueSource(_SAMPLED_POWER, "minimum", _MILLI)),
     _row("power_max_watts", _WATTS, ValueSource(_SAMPLED_POWER, "maximum", _MILLI)),

@@ -98,7 +98,8 @@ def test_an_impossible_number_of_gpus_is_an_error(real: Nvml, monkeypatch: pytes
 
 @pytest.mark.parametrize("number_at", [0, 1], ids=["of the items to make room for", "of the items filled in"])
 @pytest.mark.parametrize(
-    "function", [*processes.UTILIZATION, *(name for names in processes.LISTS for name in names), "nvmlDeviceGetSamples"]
+    "function",
+    [*processes.UTILIZATION, *(name for names in binding.PROCESS_LISTS for name in names), "nvmlDeviceGetSamples"],
 )
 def test_a_list_of_an_impossible_length_is_an_error_and_no_memory_is_taken_for_it(
     real: Nvml, monkeypatch: pytest.MonkeyPatch, function: str, number_at: int
