@@ -262,7 +262,7 @@ class Reopening:
             uuid for uuid in working_in_child - working_here if now_s >= self._attempts.get(uuid, (0, now_s))[1]
         )
         for uuid in missing:
-            attempts, _ = self._attempts.get(uuid, (-1, now_s))
-            wait_s = min(LONGEST_REOPENING_S, self._first_s * 2 ** min(attempts + 1, 16))  # 2**1024 is no float
+            attempts, _ = self._attempts.get(uuid, (0, now_s))
+            wait_s = min(LONGEST_REOPENING_S, self._first_s * 2 ** min(attempts, 16))  # 2**1024 is no float
             self._attempts[uuid] = attempts + 1, now_s + wait_s
         return f"{', '.join(missing)} would answer a new process, and not this one" if missing else None

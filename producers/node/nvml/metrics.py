@@ -145,9 +145,9 @@ class Metrics:
 
     def probe(self) -> None:
         """Ask only the first question. Raises GpuLost, also if the answer is that a reset is needed."""
-        calls = [question for question in self._plan if question not in (FIELDS, GPM)]
-        question = calls[0] if calls else None
-        if not isinstance(question, table.Call):
+        calls = (call for call in self._plan if isinstance(call, table.Call) and call not in (FIELDS, GPM))
+        question = next(calls, None)
+        if question is None:
             return
         try:
             self._calls.ask(question.name, self.handle, *question.arguments)
