@@ -63,22 +63,22 @@ def log_fields(device: Mapping[str, Any]) -> dict[str, Any]:
 
 class GpuReading(NamedTuple):
     """The result of reading a GPU once. ``devices`` are as in gpu.samples: the GPU, then its MIG devices; empty if the
-    GPU is ``lost`` or, without ``identity``, can't be opened.
+    GPU is ``lost``. ``identity`` is empty if it can't be opened.
 
     ``errors`` are calls with the names of their errors. ``process_kinds`` are by process id. The values were read from
     ``read_ms`` on (since the epoch). ``availability_changes`` are by the UUID of the device. ``slowest`` is the call
     that took the longest, and how long in seconds.
     """
 
-    identity: Mapping[str, Any] | None
+    identity: Mapping[str, Any]
     devices: Sequence[dict[str, Any]]
     lost: GpuLost | None
     errors: Sequence[tuple[str, str]]
     process_kinds: Mapping[int, str]
     took_s: float
     read_ms: int
-    availability_changes: Sequence[tuple[str, AvailabilityChange]] = ()
-    slowest: tuple[str, float] = ("", 0.0)
+    availability_changes: Sequence[tuple[str, AvailabilityChange]]
+    slowest: tuple[str, float]
 
 
 class MigInstance(NamedTuple):
@@ -111,7 +111,7 @@ class PhysicalGpu:
         self.calls = Calls(nvml, clock)
         self._support = Support()
         self._owners, self._list_every_s, self._clock = owners, list_every_s, clock
-        self._identity: Mapping[str, Any] | None = None
+        self._identity: Mapping[str, Any] = {}  # empty until the GPU is open
         self._identified = False
         self._was_lost = False
         self._processes_visible: bool | None = None
@@ -126,7 +126,7 @@ class PhysicalGpu:
     def abandon(self, after_s: float) -> str | None:
         """Abandon a call that has run for ``after_s``; returns its name, or None if there is none. Then call
         :meth:`read` on another thread. While the GPU is being opened, its calls can't be abandoned. For any thread."""
-        return None if self._identity is None else self.calls.abandon(after_s)
+        return self.calls.abandon(after_s) if self._identity else None
 
     def read(self) -> GpuReading:
         """Read the GPU for one tick; open it first if it is not open yet. Raises CallAbandoned."""
@@ -163,7 +163,7 @@ class PhysicalGpu:
             uuid: {**device.metrics.left_out(), **device.processes.left_out()}
             for uuid, device in self._sampled_devices()
         }
-        if self._identity is not None:
+        if self._identity:
             refused = {value_name: (failed_call,) for value_name, failed_call in self.calls.refusals.items()}
             left_out_by_uuid[self._identity["uuid"]] = {**refused, **left_out_by_uuid[self._identity["uuid"]]}
         return left_out_by_uuid
@@ -176,14 +176,12 @@ class PhysicalGpu:
 
     def _sampled_devices(self) -> list[tuple[str, SampledDevice]]:
         """The GPU and its MIG devices, with their UUIDs; empty before the GPU is open."""
-        return (
-            [] if self._identity is None else [(self._identity["uuid"], self._gpu_device), *self._mig_devices.items()]
-        )
+        return [(self._identity["uuid"], self._gpu_device), *self._mig_devices.items()] if self._identity else []
 
     def _refresh(self) -> None:
         """Open the GPU, or check whether it is back. List its MIG devices if that is due, if a handle belongs to
         another device now, or if there is a new one. Raises GpuLost, also if the GPU can't be opened."""
-        if self._identity is None:
+        if not self._identity:
             try:
                 self.handle = self.calls.open(self.index)
                 uuid = self.calls.ask(UUID, self.handle)
@@ -242,7 +240,7 @@ class PhysicalGpu:
             if self._gpu_device is not gpu_device:
                 metrics = self._gpu_device.metrics.values()
         processes = DeviceProcesses(None, {}) if self._mig_enabled else self._gpu_device.processes.read()
-        devices = [self._ok_device(self._identity or {}, metrics, processes, process_kinds)]
+        devices = [self._ok_device(self._identity, metrics, processes, process_kinds)]
         for mig_device in self._mig_devices.values():
             current = self._is_current(mig_device)
             if current:
@@ -300,7 +298,7 @@ class PhysicalGpu:
                 self.calls.refusals["mig"] = failed_call = FailedCall(self.calls.current_call, error.name)
                 if is_unsupported(error):
                     self._support.mark_refused(MIG_MODE, failed_call)
-                    self._identity = {**(self._identity or {}), "compute_slices": 1}
+                    self._identity = {**self._identity, "compute_slices": 1}
                 else:
                     self.calls.count(self.calls.current_call, error.name)
             else:
@@ -308,14 +306,14 @@ class PhysicalGpu:
                 self.calls.refusals.pop("mig", None)
                 self._mig_mode_info = {"mig_mode": "enabled" if mig_enabled else "disabled"}
                 if slots:  # a driver may return 0 while MIG is off
-                    self._identity = {**(self._identity or {}), "compute_slices": slots}
+                    self._identity = {**self._identity, "compute_slices": slots}
                 self._apply_layout(mig_enabled, instances)
         self._listed_s = self._clock()
 
     def _identify(self) -> None:
         """Read the model, the bus id, the versions and so on. Those that fail are asked for again later; those that
         were read once stay. Raises GpuLost."""
-        previous, handle, optional = self._identity or {}, self.handle, self.calls.optional
+        handle, optional = self.handle, self.calls.optional
         model = optional("nvmlDeviceGetName", handle, "model")
         pci = optional("nvmlDeviceGetPciInfo", handle, "pci_bus_id")
         minor = optional("nvmlDeviceGetMinorNumber", handle, "minor")
@@ -331,9 +329,9 @@ class PhysicalGpu:
             "model": model,
             "pci_bus_id": bus,
             "minor": minor,
-            "info": {**previous.get("info", {}), **{key: value for key, value in info.items() if value}} or None,
+            "info": {**self._identity.get("info", {}), **{key: value for key, value in info.items() if value}} or None,
         }
-        self._identity = {**previous, **{key: value for key, value in new_identity.items() if value is not None}}
+        self._identity = {**self._identity, **{key: value for key, value in new_identity.items() if value is not None}}
         self._identified = new_identity.keys() <= self._identity.keys() and len(self._identity["info"]) == len(INFO)
         if not self._identified:
             self._support.mark_refused(INFO, FailedCall("", NO_VALUE))
@@ -392,16 +390,15 @@ class PhysicalGpu:
     def _mig_device(self, instance: MigInstance, *, alone: bool) -> SampledDevice:
         """A MIG device: the existing one, if nothing has changed. GPM is only read if it is ``alone`` in its GPU
         instance, because GPM's metrics are those of the whole instance."""
-        gpu_identity = self._identity or {}
         mig = {
             "uuid": instance.uuid,
-            "parent_uuid": gpu_identity["uuid"],
+            "parent_uuid": self._identity["uuid"],
             "gpu_instance": instance.gpu_instance,
             "compute_instance": instance.compute_instance,
             "profile": instance.profile,
         }
         identity = {
-            **gpu_identity,
+            **self._identity,
             "uuid": instance.uuid,
             "mig": {key: value for key, value in mig.items() if value is not None},
         }

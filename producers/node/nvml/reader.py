@@ -236,7 +236,7 @@ class GpuReader:
         self._instruments.histogram(names.READ_SECONDS).observe(reading.took_s)
         for call, error in reading.errors:
             self._instruments.counter(names.NVML_ERRORS, call, error).inc()
-        if reading.identity is not None:
+        if reading.identity:
             self.uuid = str(reading.identity["uuid"])
             self.last_devices = reading.devices or self.last_devices or [reading.identity]
         for uuid, change in reading.availability_changes:
