@@ -86,7 +86,7 @@ class UndecodableAnswer(ValueError):
     """The kubelet's answer can't be decoded. Keep the last one, and call again."""
 
 
-def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+def containers(answer: bytes, prefixes: tuple[str, ...]) -> list[dict[str, Any]]:
     """The containers of gpu.allocations in a ListPodResourcesResponse.
 
     One dict for each container and resource whose name begins with one of ``prefixes``. One more for the resource
@@ -102,7 +102,7 @@ def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
     for pod, container in [(listed, each) for listed in response.pod_resources for each in listed.containers]:
         full_name = (pod.namespace, pod.name, container.name)
         for devices in container.devices:
-            if devices.device_ids and devices.resource_name.startswith(tuple(prefixes)):
+            if devices.device_ids and devices.resource_name.startswith(prefixes):
                 distinct = devices_by_container.setdefault((*full_name, devices.resource_name), {})
                 distinct.update(dict.fromkeys(devices.device_ids))
         claims = [
@@ -159,14 +159,14 @@ class Kubelet:
         instruments: Instruments,
         *,
         pods_socket: Path | None = None,
-        prefixes: Sequence[str] = ("nvidia.com/",),
+        prefixes: tuple[str, ...] = ("nvidia.com/",),
         interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = now_ms,
         deadline_s: float = DEADLINE_S,
         largest_answer_bytes: int = LARGEST_ANSWER_BYTES,
     ) -> None:
-        self._socket, self._instruments, self._prefixes, self._clock = socket, instruments, tuple(prefixes), clock
+        self._socket, self._instruments, self._prefixes, self._clock = socket, instruments, prefixes, clock
         self._now_ms = now_ms
         self._deadline_s, self._largest_answer_bytes = deadline_s, largest_answer_bytes
         self._unready_after_s = max(UNREADY_AFTER_S, MISSED_INTERVALS * interval_s)

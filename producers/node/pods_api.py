@@ -58,14 +58,14 @@ class PushedPod(NamedTuple):
     event_number: int
 
 
-def decode_pod(pod: Pod, *, deleted: bool, prefixes: Sequence[str], event_number: int) -> PushedPod:
+def decode_pod(pod: Pod, *, deleted: bool, prefixes: tuple[str, ...], event_number: int) -> PushedPod:
     name, uid = (pod.metadata.namespace, pod.metadata.name), pod.metadata.uid
     ended = deleted or pod.status.phase in _ENDED_PHASES
     containers: list[Json] = []
     for container in () if ended else pod.status.container_statuses:
         for status in container.allocated_resources_status:
             ids = dict.fromkeys(resource.resource_id for resource in status.resources if resource.resource_id)
-            if ids and status.name.startswith(tuple(prefixes)):
+            if ids and status.name.startswith(prefixes):
                 row = {"namespace": name[0], "pod": name[1], "container": container.name, "resource": status.name}
                 containers.append({**row, "device_ids": list(ids), **_uid(uid)})
     return PushedPod(name, uid, ended, tuple(containers), event_number)
@@ -109,10 +109,9 @@ class PodWatch:
     ``changed`` is called after each change."""
 
     def __init__(
-        self, socket: Path, instruments: Instruments, *, prefixes: Sequence[str], changed: Callable[[], None]
+        self, socket: Path, instruments: Instruments, *, prefixes: tuple[str, ...], changed: Callable[[], None]
     ) -> None:
-        self._socket, self._instruments, self._changed = socket, instruments, changed
-        self._prefixes = tuple(prefixes)
+        self._socket, self._instruments, self._prefixes, self._changed = socket, instruments, prefixes, changed
         self._pods: dict[str, PushedPod] = {}
         self._synced = False
         self._logged: str | None = None

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
@@ -162,7 +162,7 @@ async def test_each_read_returns_the_kubelets_current_answer(path: Path, server:
 async def test_an_unchanged_answer_is_decoded_once(path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
 
-    def counting(payload: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+    def counting(payload: bytes, prefixes: tuple[str, ...]) -> list[dict[str, Any]]:
         decoded.append(payload)
         return containers(payload, prefixes)
 
@@ -179,7 +179,7 @@ async def test_a_large_answer_is_decoded_beside_the_loop(
 ) -> None:
     threads: list[int] = []
 
-    def watched(payload: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+    def watched(payload: bytes, prefixes: tuple[str, ...]) -> list[dict[str, Any]]:
         threads.append(threading.get_ident())
         return containers(payload, prefixes)
 
