@@ -240,7 +240,7 @@ class Admin:
         """
         response = await self._client.create_topics(list(topics))
         errors = {row[0]: (for_code(row[1]), row[2]) for row in response.topic_errors if row[1]}
-        await self._raise_temporary("not created", {name: error for name, (error, _) in errors.items()})
+        await self._raise_temporary("not created", errors)
         existing = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
         reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in existing}
         for name in reasons:
@@ -260,19 +260,17 @@ class Admin:
         """
         response = await self._client._send_request(IncrementalAlterConfigs(name, settings))  # noqa: SLF001
         errors = {row[3]: (for_code(row[0]), row[1]) for row in response.resources if row[0]}
-        await self._raise_temporary("settings not altered", {topic: error for topic, (error, _) in errors.items()})
+        await self._raise_temporary("settings not altered", errors)
         if errors:
             reasons = {topic: text or error.__name__ for topic, (error, text) in errors.items()}
             raise Refused("settings not altered", reasons)
 
-    async def _raise_temporary(self, outcome: str, errors: Mapping[str, type[KafkaError]]) -> None:
+    async def _raise_temporary(self, outcome: str, errors: Mapping[str, tuple[type[KafkaError], str]]) -> None:
         """Raise BrokerUnavailable if the same request may succeed later, perhaps when another controller is asked."""
-        temporary = {name: error for name, error in errors.items() if error.retriable}
+        temporary = [f"{name}: {outcome}: {error.__name__}" for name, (error, _) in errors.items() if error.retriable]
         if temporary:
             await self._client._client.force_metadata_update()  # noqa: SLF001 - or the old controller is asked again
-            raise BrokerUnavailable(
-                "\n".join(f"{name}: {outcome}: {error.__name__}" for name, error in temporary.items())
-            )
+            raise BrokerUnavailable("\n".join(temporary))
 
     async def groups(self, prefix: str) -> list[GroupDescription]:
         """The consumer groups of this connection whose names begin with ``prefix`` and that this client may see.
