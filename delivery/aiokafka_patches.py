@@ -1,4 +1,4 @@
-"""What aiokafka has no option for, changed in it for the whole process. Importing this module is all.
+"""Changes aiokafka, for the whole process, where it has no option. It is enough to import this module.
 
 A client requests metadata of its topics by name. A broker with ``auto.create.topics.enable``, which is Kafka's default,
 creates a topic that is requested, with the broker's own number of partitions and settings. Only the request itself can
@@ -7,8 +7,8 @@ forbid that. So the request is replaced in every module that makes one.
 While a partition has no leader, aiokafka requests metadata again as soon as it has the answer, or none. While a broker
 refuses to give records, it fetches again at once. So a client waits after each of these.
 
-aiokafka may drop a connection that the broker has ended without closing it, and then its descriptor stays open until
-the garbage collector finds it. So such a connection is closed before.
+aiokafka may drop a connection that the broker has ended, and not close it. Then its descriptor stays open until the
+garbage collector finds it. So such a connection is closed before.
 
 An answer to OffsetFetch may have an error of the whole group, such as that the broker is not its coordinator any more,
 and then it has no partitions. aiokafka ignores that error, and would take the answer for "there are no commits".
@@ -19,8 +19,8 @@ replaced.
 
 A producer compresses at zstd's level 1: our records become no larger than at level 3, in 0.8 of the time.
 
-Another release of aiokafka may have what is changed here otherwise. Then importing this module raises ImportError: a
-change without effect would be noticed only by topics that nobody made, or by records that are lost.
+In another release of aiokafka, what is changed here may be different. Then the import of this module raises
+ImportError, because a change without effect would show only by topics that nobody made, or by records that are lost.
 
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """

@@ -36,7 +36,7 @@ class Commits:
         self._commits.append(commit)
         try:
             async with self._lock:
-                if commit.outcome is None:  # no other one has taken it along
+                if commit.outcome is None:  # no other commit has sent it along with its own
                     await self._send([other for other in self._commits if other.outcome is None])
         finally:
             self._commits.remove(commit)

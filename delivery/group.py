@@ -108,7 +108,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             client_id=self.name,
             group_id=self.name,
             group_instance_id=settings.instance_id,
-            partition_assignment_strategy=(self._assignor,),  # just one: of two the first join offers one
+            partition_assignment_strategy=(self._assignor,),  # only one: of two, the first join would offer only one
             session_timeout_ms=session_ms,
             heartbeat_interval_ms=max(min(session_ms // 4, _HEARTBEAT_MS), 250),
             rebalance_timeout_ms=max(session_ms, 30_000),
@@ -290,7 +290,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             self._topic_watch.missing.discard(topic)
 
     def _warn_of_times(self, records: Mapping[TopicPartition, Sequence[Any]]) -> None:
-        """Warn if records have the time of their writer. A client that may not read topic settings learns it so."""
+        """Warn if records have the time of their writer. This also shows it to a client without the right to read topic
+        settings."""
         for tp, batch in records.items():
             if batch[-1].timestamp_type != _CREATE_TIME:
                 continue

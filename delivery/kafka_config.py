@@ -95,7 +95,7 @@ _NAME = re.compile(r"[a-z][a-z0-9._-]*")
 _LARGEST = 1 << 20
 
 PIPE = "it is a pipe, and this is read again for each connection: write it into a file"
-"""Why nothing is in a file that has no end, as a shell's <(command)."""
+"""Why a file is empty when it is read again, if it is a pipe, such as a shell's <(command)."""
 
 
 class KafkaConfig(NamedTuple):

@@ -129,8 +129,8 @@ def of_connecting(
 ) -> str | None:
     """What a person must mend before a connection can be opened; None: only that it failed is known.
 
-    ``user`` is the name of the login. A connection that is just closed may be that of a stopping broker, unless it is
-    closed ``again``. ``advertised``: the host, if Kafka has named the broker so, and not --kafka.
+    ``user`` is the name of the login. A connection that is closed without a reason may be that of a broker that stops,
+    unless it is closed ``again``. ``advertised`` is the host, if its name is from Kafka and not from --kafka.
     """
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -206,7 +206,7 @@ def _of_login(error: BaseException, connection: Connection, user: str) -> str | 
         return f"it does not offer {mechanism}: give another --kafka-sasl-mechanism, one that is enabled on this port"
     if isinstance(error, IllegalSaslStateError):
         return "it wants no login on this port: give --kafka-security plaintext or ssl, or another port"
-    refused = (SaslAuthenticationFailed, ValueError, KeyError, AssertionError)  # the client's own are of the exchange
+    refused = (SaslAuthenticationFailed, ValueError, KeyError, AssertionError)  # the last three are the client's own
     if not isinstance(error, refused):
         return None
     if not connection.has_login:

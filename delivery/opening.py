@@ -176,7 +176,7 @@ async def _send_first_request(conn: AIOKafkaConnection, connection: Connection, 
 
 
 def _keep_log_record(record: logging.LogRecord) -> bool:
-    """Drop aiokafka's log of a bootstrap address, which whoever starts a client logs itself, and of a closed client."""
+    """Drop what aiokafka logs of a bootstrap address and of a closed client: whoever starts a client logs the first."""
     args = record.args if isinstance(record.args, tuple) else ()
     of_address = len(args) == 3 and isinstance(args[2], Unusable)
     return not of_address and not any(isinstance(arg, ClientClosed) for arg in args)

@@ -121,7 +121,7 @@ RECLAIM_WORDS = ("event", "scale", "suspend", "deactivate", "partly")
 
 
 class OptIn(NamedTuple):
-    """The actions that a namespace allows, each with how long an alert must have fired, in ms, if it says so."""
+    """The actions that a namespace allows, each with the time in ms for which an alert must have fired, or None."""
 
     actions: Mapping[str, int | None] = {}
     partly: bool = False
@@ -155,8 +155,8 @@ def opt_in(text: str) -> OptIn:
 def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], fired_ms: int) -> str | None:
     """Why the annotations of a pod, of an owner of it, or of its namespace forbid an action; None: they don't.
 
-    A pod's own annotation wins. ``Bounds`` do not count here: who asks to keep idle GPUs keeps them, however long that
-    is. A malformed annotation forbids the action, too. ``fired_ms``: for how long the alert has fired as it must.
+    A pod's own annotation wins. ``Bounds`` do not count here: whoever asks to keep idle GPUs keeps them, however long
+    that is. A malformed annotation forbids the action, too. ``fired_ms``: for how long the alert has fired.
     """
     alerts, idle_after = (annotations.get(name, inherited.get(name)) for name in (ALERTS, IDLE_AFTER))
     if alerts is not None and alerts.strip().lower() != "on":

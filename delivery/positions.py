@@ -35,11 +35,10 @@ class Back(NamedTuple):
 
 
 StartFrom = Literal["earliest", "latest"] | float | Back
-"""Where a reader without offsets starts: at an end of the log, at a time, as seconds ago, or some records before that.
-"""
+"""Where a reader without offsets starts: at an end of the log, that many seconds ago, or :class:`Back`."""
 
 NOTHING, WHOLE_LOG = Back(0.0), Back(math.inf)
-"""How far back no record is read, and all are, as of a compacted topic, whose oldest records still count."""
+"""Read no record, or all of them, as of a compacted topic, whose oldest records still count."""
 _ANY_TIME_MS = 1
 
 

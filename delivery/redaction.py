@@ -1,6 +1,6 @@
 """Removes secrets from texts that others read: logs, ``/readyz``, dead letters.
 
-A receiver, or a gateway before it, may answer with what it was sent.
+A receiver, or a gateway before it, may repeat in its answer what it was sent.
 """
 
 import re

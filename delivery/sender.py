@@ -48,14 +48,14 @@ _REFUSALS = (
     InvalidRecordError,
 )
 _UNEXPECTED_ERROR_TRIES = 60
-"""How often a record gets an unexpected error before it is refused: for five minutes. A broker gives it for its own
-failures, which pass; but if it failed because of the record for ever, nothing after it would ever be sent."""
+"""After so many unexpected errors, which take five minutes, a record counts as refused. A broker gives such an error
+for its own failures, which pass. But if the record is the cause, nothing after it would ever be sent."""
 
 _INVALID_RECORD = (AssertionError, TypeError, ValueError)
 """What the client raises for a record that it can't encode, or whose partition does not exist."""
 
 _RETRY_BACKOFF_MS = 500
-"""The client's own 100 ms, while no broker answers, cost a node's producer half of its CPU."""
+"""With the client's own 100 ms, a node's producer used half of its CPU time on retries while no broker answered."""
 
 UNREADY_AFTER_S = 30.0  # a component whose records have waited for longer is not ready
 

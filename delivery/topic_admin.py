@@ -54,14 +54,14 @@ class Mismatch(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Topics that a component may use: their numbers of partitions, and the mismatches that keep none from it."""
+    """Topics that a component may use: their numbers of partitions, and the mismatches that are only warned of."""
 
     partitions: Mapping[str, int]
     tolerated: tuple[Mismatch, ...] = ()
 
 
 class ContractMismatch(BrokerError):
-    """Topics are missing or not as they must be; one line a mismatch. ``advice`` is logged if this ends a process."""
+    """Topics are missing or not as they must be; one line for each. A process that this ends logs ``advice``."""
 
     def __init__(self, mismatches: Iterable[Mismatch], command: str = COMMAND) -> None:
         self.mismatches = tuple(mismatches)

@@ -17,7 +17,7 @@ _UNANSWERED_S = 60.0
 
 
 class TopicWatch:
-    """Which topics, of those of these names, are missing. ``seen``: those that were there.
+    """Watches the topics of these names. ``seen`` are those that were there, ``missing`` those that were and are not.
 
     A topic that was missing for a moment only may have been deleted and created again. The client would go on at its
     offset in the old log, and skip what the new one has before that. So a topic is ``missing`` until whoever reads it
@@ -30,7 +30,7 @@ class TopicWatch:
         self._names = names
 
     def note(self, cluster: Any) -> None:
-        """Note what new metadata have and lack. To be called before anything is fetched by them."""
+        """Note which topics are in new metadata, and which are not. Call it before anything is fetched with them."""
         present = {name for name in self._names if cluster.partitions_for_topic(name)}
         for name in self.seen - self.missing - cluster.unauthorized_topics - present:
             log.warning("%s: deleted; waiting for it", name)

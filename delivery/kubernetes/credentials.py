@@ -39,7 +39,7 @@ class ApiConnection:
         self.configuration, self.loader, self.stamp = configuration, loader, stamp
         self._client = client.ApiClient(configuration)
         rest = self._client.rest_client
-        pool = rest.pool_manager  # it would use a proxy whatever networks NO_PROXY has, and the passwords of a .netrc
+        pool = rest.pool_manager  # its session ignores networks in NO_PROXY, and uses a .netrc
         rest.pool_manager = aiohttp.ClientSession(connector=pool.connector, read_bufsize=_READ_AHEAD_BYTES)
         pool.detach()
         self._proxy = configuration.proxy or proxy_of(configuration.host)
@@ -110,7 +110,7 @@ class CredentialSource(NamedTuple):
         """The configuration, and the loader that can read it again."""
         configuration = importlib.import_module("kubernetes_asyncio.client").Configuration()
         configuration.host = ""
-        configuration.disable_strict_ssl_verification = True  # no cluster's own certificates hold to all of RFC 5280
+        configuration.disable_strict_ssl_verification = True  # clusters' own certificates do not follow all of RFC 5280
         config = importlib.import_module("kubernetes_asyncio.config")
         try:
             if self.in_cluster():

@@ -38,7 +38,7 @@ OPEN_WITHIN_S = 10.0  # how long the first tick waits for the driver: a restart 
 DRAIN_S = 4.0
 MAX_BATCH_BYTES = 64 * 1024  # a node has little to send, and little memory
 _MIB = 1024 * 1024
-LAST_TICK_WITHIN_S = 2.0  # how long the last tick waits at the stop: with the drain it fits into a clean stop's 10 s
+LAST_TICK_WITHIN_S = 2.0  # how long the last tick waits at the stop; with the drain, that must take less than 10 s
 HOLDERS_WITHIN_S = 0.4
 HOLDERS_EVERY_S = 0.1  # at XID errors the kubelet is called at most so often: its clients share 100 calls a second
 
@@ -121,15 +121,15 @@ class NodeProducer:
             raise fatal
 
     async def _read_holders_at_events(self) -> None:
-        """Read the kubelet's containers as soon as a GPU has an XID error: by the next tick they may be others."""
+        """Read the kubelet's containers as soon as a GPU has an XID error: at the next tick, others may hold it."""
         while True:
             await self._gpus.event()
             await self._kubelet.read(HOLDERS_WITHIN_S)
             await asyncio.sleep(HOLDERS_EVERY_S)
 
     async def _run_ticks(self, stop: asyncio.Event) -> None:
-        """Read a tick every interval until ``stop``, and a last one then, unless there was none before. A tick that
-        would begin a whole interval late is skipped and counted."""
+        """Read a tick every interval until ``stop``, and then a last one, if there was one before. A tick that would
+        begin a whole interval late is skipped and counted."""
         interval_s, started_s, tick_number = self._settings.interval_s, time.monotonic(), 0
         within_s = min(interval_s * ANSWER_WITHIN, LONGEST_ANSWER_S)
         while not stop.is_set() and self._gpus.fatal() is None:
@@ -163,8 +163,8 @@ class NodeProducer:
         self._report_buffer()
 
     def _all_jobs_known(self, device: Mapping[str, Any]) -> bool:
-        """Whether a device without a job has none: its file says so, or without files, from the first job on, the
-        processes on it."""
+        """Whether a device for which no job was found has none. If there are job files, they say so. If there are none,
+        the processes on it say so, as soon as a process of any job was seen on this machine."""
         files_were_read = self._job_files.were_read()
         if self._settings.pod_resources_socket is not None or files_were_read is None:
             return False

@@ -33,7 +33,7 @@ KINDS = ("attributed", "host", "unseen")
 QUIET_WITHIN_S = 2.0  # how long opening NVML waits for calls in flight; if they take longer, it is put off
 TURNS_SHARE = 0.25  # the share of a tick within which the reading of every GPU begins, however slow the first ones are
 SLOW_SHARE = 0.25  # the share of a tick that one call may take; one that takes longer is abandoned
-HANGS_AFTER_S = 20.0  # a GPU whose reading takes two intervals hangs, and after this time whatever they are
+HANGS_AFTER_S = 20.0  # a GPU hangs if its reading takes two intervals, or this long
 SLOW_AFTER_S = 0.1  # no call is slow before that, however short the ticks are
 _NUMBER_KEYS = ("index", "minor")
 
@@ -344,7 +344,7 @@ class LostGpus:
             return []
         taken = {(key, device[key]) for device in present for key in _NUMBER_KEYS if key in device}
         devices_by_index = []
-        for identities in reversed(self._missing.values()):  # of two with one number, the one that had it last keeps it
+        for identities in reversed(self._missing.values()):  # of two that had the same number, the last one keeps it
             devices = [
                 {key: value for key, value in device.items() if not (key in _NUMBER_KEYS and (key, value) in taken)}
                 for device in without_values(identities, state)

@@ -61,7 +61,7 @@ class JobLines(NamedTuple):
 
 class JobMapping(NamedTuple):
     """The content of the directory: the job ids by file name, the problems, the jobs that have their own file, and the
-    names of the files that are there, and whose jobs are not known."""
+    names of the files that are there, but whose jobs are not known."""
 
     job_ids_by_file: dict[str, tuple[str, ...]]
     problems: list[Problem]
@@ -200,7 +200,7 @@ class JobFiles:
         return self._job_ids_by_file
 
     def enriched(self, job: Job) -> Job:
-        """The job with the values of its own file, which win, because root wrote it, over those of its processes."""
+        """The job with the values of its own file. They win over those of its processes, because root wrote them."""
         described = self._jobs_by_id.get(job.id)
         if described is None:
             return job
@@ -236,7 +236,7 @@ class JobFiles:
         return True
 
     def _report(self, problems: list[Problem]) -> None:
-        """Count every problem, and log each new one, but one that comes and goes only once a minute."""
+        """Count every problem, and log each new one. One that comes and goes is logged at most once a minute."""
         for problem in problems:
             self._instruments.counter(names.JOB_FILE_ERRORS, problem.reason).inc(problem.times)
             key = (problem.reason, problem.path)

@@ -124,7 +124,7 @@ def user_of_this_machine(uid: int) -> str | None:
 
 
 def merged(old: Evidence | None, new: Evidence) -> Evidence:
-    """The evidence of two processes for one job: a control group's wins, then the newer; any user wins over root."""
+    """The evidence of two processes for one job. A control group's wins, then the newer. Any user wins over root."""
     if old is None or new.from_cgroup != old.from_cgroup:
         return new if old is None or new.from_cgroup else old
     uid = old.uid if new.uid in (None, _ROOT) and old.uid is not None else new.uid

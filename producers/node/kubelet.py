@@ -5,10 +5,10 @@ also pushes its pods as they begin and end (``pods_api.py``); after each push it
 of gpu.allocations.
 State: the last answer that could be decoded, which stays in force until the next; the answers that were in force
 lately; the call in flight, at most one.
-On failure: a failed call is counted by its result, logged when the result changes, and made again at the next tick, or
-later if that can't help. The last known containers stay in force, however long it takes. A kubelet that was restarted
-answers before it knows all its pods. So for some seconds a container that it does not list is kept, unless another
-container has its devices.
+On failure: a failed call is counted by its result, logged when the result changes, and made again at the next tick;
+after some results only later. The last known containers stay in force, however long that takes. A kubelet that was
+restarted answers before it knows all its pods. So for some seconds a container that it does not list is kept, unless
+another container has its devices.
 
 Source: Kubernetes' pod-resources API, v1 (podresources.proto); the kubelet limits all its clients together to 100 calls
 a second.
@@ -43,7 +43,7 @@ DEADLINE_S = 5.0
 LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
 SETTLED_AFTER_S = 5.0  # static pods are listed at once, the others when the kubelet has them from the API server
-EVENT_READ_WITHIN_MS = 500  # an answer so soon after an XID error was asked for because of it, and counts for its time
+EVENT_READ_WITHIN_MS = 500  # an answer that comes so soon after an XID error counts for its time
 PUSH_READ_WITHIN_S, PUSH_READ_EVERY_S = 0.8, 0.05  # after a push of the Pods API
 _MAX_ANSWERS = 64
 _MAX_REASON_CHARS = 300

@@ -75,9 +75,9 @@ def merge_pods(listed: Sequence[Json], events_at_call: int, pods: Collection[Pus
     """The containers that hold devices, according to the kubelet's pod resources (``listed``) and its pods.
 
     ``events_at_call`` is the number of the last event before the pod resources were read. A pod that has ended holds
-    nothing, even if it is listed. A listed pod gets its uid, unless the list is older than the pod, when its name was
-    another pod's. A pod that is not listed yet holds the devices that its status names. A listed pod without any event
-    stays as it is.
+    nothing, even if it is listed. A listed pod gets its uid, unless the list is older than the pod: then the listed one
+    is another pod of that name. A pod that is not listed yet holds the devices that its status names. A listed pod
+    without any event stays as it is.
     """
     live_by_name: dict[PodName, PushedPod] = {pod.name: pod for pod in pods if not pod.ended}
     ended_names = {pod.name for pod in pods if pod.ended}
@@ -123,8 +123,8 @@ class PodWatch:
         return self._pods.values() if self._synced else ()
 
     def forget(self, listed: Collection[PodName], events_at_call: int) -> None:
-        """Forget the pods that ended before the pod resources were read, and are not listed any more: the name is not,
-        or it is another pod's by then."""
+        """Forget the pods that ended before the pod resources were read and are not listed any more. If the name of
+        such a pod is listed, it is that of another pod, which lives."""
         known = [pod for pod in self.pods if pod.event_number <= events_at_call]
         live_names = {pod.name for pod in known if not pod.ended}
         for pod in known:
@@ -149,7 +149,7 @@ class PodWatch:
             self._log_state(result, reason)
             for _ in range(round(REFUSED_AGAIN_S / LOOK_AGAIN_S) if result == "refused" else 1):
                 await asyncio.sleep(LOOK_AGAIN_S if result == "refused" else retry_s)
-                if self._identity() != identity:  # of a kubelet that has just begun, whatever the last one refused
+                if self._identity() != identity:  # the kubelet was restarted, and may not refuse any more
                     break
 
     async def _watch(self) -> tuple[Ending, str]:

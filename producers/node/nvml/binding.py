@@ -4,8 +4,8 @@ In: functions by pynvml's names. Out: their answers, or their error as :class:`N
 State: none of its own; the loaded library is pynvml's.
 On failure: every call raises NvmlError and nothing else. Any call may hang, even for ever. A call that succeeds without
 filling in its answer counts as an error; pynvml would return zeros. So the functions in ``_ANSWER_TYPES`` are called
-here without pynvml's wrappers, with every bit of the answer set before, which is how NVML writes "not available". Those
-that list something are, too, because pynvml believes any number of items, and allocates so much.
+here without pynvml's wrappers, with every bit of the answer set before, which is how NVML writes "not available". So
+are the functions that list something, because pynvml believes any number of items, and allocates memory for them all.
 Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. It returns an empty list
 of processes as ``NVMLError(0)``. A missing symbol is sometimes an error of another class.
 """
@@ -108,7 +108,7 @@ class _ProcessInfoV1(ctypes.Structure):
 _PROCESS_TYPES = (_ProcessInfoV1, pynvml.c_nvmlProcessInfo_v2_t, pynvml.c_nvmlProcessDetail_v1_t)
 """The items that lists of processes have had, by size: each begins like the one before it."""
 
-_UNTOUCHED: Final = 0xA5  # what is in the memory of a list before: no item of NVML's ends with it
+_UNTOUCHED: Final = 0xA5  # the memory of a list is filled with it before the call: no item of NVML's ends with it
 
 _HANDLE_TYPES = (pynvml.c_nvmlDevice_t, pynvml.c_nvmlEventSet_t, pynvml.c_nvmlGpmSample_t)
 """Answers that are pointers: one that was not filled in is null, and NVML might follow it."""
@@ -152,7 +152,7 @@ class Nvml:
         self._threads = threading.local()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The answer of pynvml's ``function``, for one that concerns no GPU or has no answer to fill in. One that
+        """The answer of pynvml's ``function``, which concerns no GPU or has no answer to fill in. A function that
         pynvml lacks gives the same error as one that the driver lacks."""
         pynvml_function = getattr(pynvml, function, None)
         if pynvml_function is None:

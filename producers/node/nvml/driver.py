@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 2.0
 ENDS_WITHIN_S = 5.0
-LONGEST_REOPENING_S = 3600.0  # NVML is opened again for a GPU that still does not work at least this often
+LONGEST_REOPENING_S = 3600.0  # the longest time between two attempts to open NVML again for one GPU
 
 _MESSAGES = {
     binding.LIBRARY_NOT_FOUND:

@@ -160,7 +160,7 @@ class Events:
 class _XidWatch:
     """Owns NVML's event set, from one opening of NVML to the next. ``new`` has the GPUs to add. ``refusals`` are the
     failed calls of the GPUs that are not in the set; ``unsupported`` is set if the driver has no event sets.
-    All but ``ending``, ``new``, ``refusals``, ``current_call`` and :meth:`calling_s` is for the thread."""
+    Only ``ending``, ``new``, ``refusals``, ``current_call`` and :meth:`calling_s` are for other threads, too."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
         self.ending = threading.Event()

@@ -337,7 +337,7 @@ class PhysicalGpu:
             self._support.mark_refused(INFO, FailedCall("", NO_VALUE))
 
     def _instances(self, slots: int) -> dict[int, MigInstance]:
-        """The MIG devices by slot. What a call that fails would say of one that was listed before stays as it was.
+        """The MIG devices by slot. If a call fails for one that was listed before, what is known of it stays.
         Raises NvmlError, GpuLost."""
         instances = {}
         for slot in range(slots):

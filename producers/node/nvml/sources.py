@@ -97,7 +97,7 @@ class Samples:
         if not values:
             return None
         low, high = min(values), max(values)
-        return Spread(min(max(fmean(values), low), high), low, high)  # rounding can push the mean of equals past them
+        return Spread(min(max(fmean(values), low), high), low, high)  # the rounded mean of equal values may be another
 
     def forget(self) -> None:
         """Begin again: the samples until now are from before a break."""
