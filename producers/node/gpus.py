@@ -142,7 +142,7 @@ class Gpus:
             if self._driver.attached:
                 await self._run_census()
             else:
-                await self._open_and_wait()
+                await asyncio.shield(self._open())
                 if not self._driver.attached:
                     await asyncio.sleep(self._pace.retry_s)
 
@@ -199,12 +199,6 @@ class Gpus:
         if self._opening is None or not self._is_opening:
             self._opening = asyncio.create_task(self._attach(reason))
         return self._opening
-
-    async def _open_and_wait(self, reason: str | None = None) -> None:
-        """Open NVML, and wait until that has succeeded or failed."""
-        opening = self._open(reason)
-        await asyncio.wait([opening])
-        opening.result()
 
     async def _attach(self, reason: str | None) -> None:
         """Open NVML, and forget the GPUs that were open before. Opening it again makes all handles invalid. So that is
@@ -298,7 +292,7 @@ class Gpus:
         if reason is not None:
             self._events.pause()  # now, so that ticks do not have to wait for it
             await self._wait_until(lambda: not self._events.busy)
-            await self._open_and_wait(reason)
+            await asyncio.shield(self._open(reason))
 
 
 class LostGpus:
