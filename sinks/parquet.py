@@ -35,7 +35,7 @@ from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.settings import ParquetSettings
 from topics.times import MAX_TIME_MS
 from topics.topic import decoder
-from topics.usage import HOURS, Usage
+from topics.usage import HOURS, Key, Usage
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,6 @@ def _schema() -> Any:
     return pa.schema([*columns, *(pa.field(name, kinds.get(name, pa.string())) for name in names)])
 
 
-_KEY = ("cluster", "node", "uuid", "namespace", "pod", "pod_uid", "container", "category")
-"""The columns that, with the file's hour, are the key of a record."""
-
 _ORDER = ("generation", "revision")
 """The columns by which the record of a key that stays is found."""
 
@@ -121,10 +118,10 @@ class HourFiles:
             _lock(lock)  # a worker that does not know that it has lost the partition may merge, too
             old = _read(file)
             orders = list(zip(*(old[name].to_pylist() for name in _ORDER), strict=True))
-            keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
+            keys = _keys(old)
             known, new_rows = dict(zip(keys, orders, strict=True)), {}
             for record in records:
-                key = tuple(getattr(record, name) for name in _KEY)
+                key = record.key
                 if record.order > known.get(key, (-1, -1)):
                     row = msgspec.structs.asdict(record)
                     workload = row.pop("workload")
@@ -135,7 +132,7 @@ class HourFiles:
                 kept = old.filter(pa.array([key not in new_rows for key in keys], pa.bool_()))
                 new = pa.Table.from_pylist(list(new_rows.values()), _schema())
                 merged = pa.concat_tables([kept, new], promote_options="default")
-                merged = merged.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
+                merged = merged.sort_by([(name, "ascending") for name in Key._fields]).combine_chunks()
                 names = _schema().names  # a later version may have written others
                 others = [index for index, name in enumerate(merged.column_names) if name not in names]
                 table = merged.select([*map(merged.column_names.index, names), *others])
@@ -187,9 +184,15 @@ def _read(file: Path) -> Any:
         return _schema().empty_table()
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise pa.ArrowInvalid(f"{file} can't be read: {error}") from error
-    if missing := [name for name in (*_KEY, *_ORDER) if not _has_column(table, name)]:
+    if missing := [name for name in (*Key._fields, *_ORDER) if not _has_column(table, name)]:
         raise pa.ArrowInvalid(f"{file} is no file of this sink: it lacks the columns {', '.join(missing)}")
     return rows
+
+
+def _keys(rows: Any) -> list[Key]:
+    """The key of each row. As in Kafka, an empty field and one that is not there are the same."""
+    columns = zip(*(rows[name].to_pylist() for name in Key._fields), strict=True)
+    return [Key._make("" if field is None else field for field in row) for row in columns]
 
 
 def _has_column(table: Any, name: str) -> bool:

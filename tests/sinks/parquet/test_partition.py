@@ -25,7 +25,7 @@ from sinks.parquet import COMPONENT, INSTRUMENTS, Disk, HourFiles, ParquetPartit
 from tests.eventually import eventually
 from tests.sinks.records import FakeSender
 from tests.usage_records import START_MS, Read, read, usage
-from topics.usage import HOUR_MS, Usage
+from topics.usage import HOUR_MS, Key, Usage
 
 FILE = Path("date=2026-11-20", "usage-00-p7.parquet")
 
@@ -96,6 +96,19 @@ async def test_of_a_key_the_highest_generation_and_revision_stays(tmp_path: Path
         await setup.deliver(read(usage("ml", generation=generation, revision=revision), offset))
     assert [(row["generation"], row["revision"]) for row in setup.rows()] == [(1, 2)]
     assert setup.ends() == {"delivered": 4, "duplicate": 3}
+
+
+async def test_an_empty_field_and_one_that_is_not_there_are_the_same_key_as_in_kafka(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    for revision, uid in enumerate((None, "", None)):
+        await setup.deliver(read(usage("ml", pod_uid=uid, revision=revision), revision))
+    assert [row["revision"] for row in setup.rows()] == [2]
+
+
+async def test_windows_that_begin_within_an_hour_are_rows_of_their_own(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    await setup.deliver(*logged(*(usage("ml", start_ms=START_MS + begin) for begin in (0, HOUR_MS // 2))))
+    assert [row["start_ms"] for row in setup.rows()] == [START_MS, START_MS + HOUR_MS // 2]
 
 
 async def test_records_are_held_and_written_together(tmp_path: Path) -> None:
@@ -221,14 +234,17 @@ def test_a_file_counts_as_written_when_its_directory_is_synced(tmp_path: Path, m
     assert [status.st_ino for status in synced[1:]] == [status.st_ino for status in directories]
 
 
+ROW: dict[str, Any] = {name: [getattr(usage("ml"), name)] for name in (*Key._fields, "generation", "revision")}
+
+
 @pytest.mark.parametrize(
     "columns",
     [
         {"other": [1]},
-        {**{name: ["a"] for name in parquet._KEY}, "generation": ["high"], "revision": [1]},
-        {**{name: ["a"] for name in parquet._KEY}, "generation": pa.array([None], pa.int64()), "revision": [1]},
-        {**{name: [7] for name in parquet._KEY}, "generation": [0], "revision": [1]},
-        {**{name: ["a"] for name in parquet._KEY}, "generation": [0], "revision": [1], "start": ["2026-11-20"]},
+        {**ROW, "generation": ["high"]},
+        {**ROW, "generation": pa.array([None], pa.int64())},
+        {**ROW, "node": [7]},
+        {**ROW, "start": ["2026-11-20"]},
     ],
     ids=["others", "texts", "null", "numbers", "start"],
 )
