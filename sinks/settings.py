@@ -251,8 +251,19 @@ class ParquetSettings(SinkSettings):
         if importlib.util.find_spec("pyarrow") is None:
             errors.append("sink parquet: run `pip install 'gpustream[parquet]'` first: it needs pyarrow")
         path: Path | None = self.path  # None: it is missing or a file, which is an error already
-        if path and path.exists() and not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+        if path and not _can_be_written_to(path):
             errors.append(f"--path: {path} is no directory that can be written to")
         if self.write_every_s < 0:
             errors.append("--write-every: must not be below zero")
         return errors
+
+
+def _can_be_written_to(directory: Path) -> bool:
+    """Whether a directory can be written to, or is not there yet."""
+    try:
+        directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # such as a directory above it that must not be searched
+        return False
+    return directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)

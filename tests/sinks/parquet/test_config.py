@@ -24,3 +24,8 @@ def test_a_missing_pyarrow_is_reported_with_what_installs_it(tmp_path: Path, mon
 def test_a_path_that_can_not_be_written_to_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch(mode=0o444)
     assert errors_of(tmp_path / "file") == [f"--path: {tmp_path / 'file'} is no directory that can be written to"]
+
+
+def test_a_path_that_no_disk_can_have_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    assert errors_of(path) == [f"--path: {path} is no directory that can be written to"]
