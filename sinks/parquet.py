@@ -6,7 +6,8 @@ State: the files. A file is read, new records are merged into it, and it is writ
 record with the highest generation stays, and among those the highest revision. So records may be repeated, late, or
 from a worker that has lost the partition without knowing it: the bytes of a file depend only on the set of records. A
 file is written under a temporary name, synced to the disk, and renamed; then the offset is committed.
-On failure: the sink waits for a full or missing disk, and Kafka keeps the records. Malformed records are dead-lettered.
+On failure: the sink waits for a full, missing or hanging disk, and Kafka keeps the records. Malformed records are
+dead-lettered.
 """
 
 import asyncio
@@ -65,6 +66,7 @@ MAX_PENDING = 10_000
 """The most records of a partition that wait to be written: together with one file, that bounds the memory."""
 
 _RETRY_S = 5.0
+_HANGS_AFTER_S = 30.0
 _LOCK_WITHIN_S = 2.0
 _LOCK_EVERY_S = 0.02
 _decode = decoder(Usage)
@@ -220,21 +222,29 @@ class Disk:
     async def merge(self, files: HourFiles, start_ms: int, records: Iterable[Usage], abandon: asyncio.Event) -> int:
         """Call :meth:`HourFiles.merge` until it succeeds. Raises Abandoned."""
         merge = object()
+        hangs = f"the disk has not answered for {_HANGS_AFTER_S:.0f} s"
+        hanging = asyncio.get_running_loop().call_later(_HANGS_AFTER_S, self._report, merge, hangs)
         try:
             while True:
                 try:
                     new = await asyncio.to_thread(files.merge, start_ms, records)
                 except (OSError, _pyarrow()[0].ArrowException) as error:
-                    self._retried[merge] = failing = f"{type(error).__name__}: {error}"
-                    if self._log_throttle.is_due(failing):
-                        log.warning("a file can't be written: %s; trying again", failing)
+                    hanging.cancel()
+                    self._report(merge, f"{type(error).__name__}: {error}")
                     if await set_within(abandon, _RETRY_S):
                         raise Abandoned from error
                 else:
                     self._instruments.counter("gpustream_parquet_files_written_total").inc(new > 0)
                     return new
         finally:
+            hanging.cancel()
             self._retried.pop(merge, None)
+
+    def _report(self, merge: object, failing: str) -> None:
+        """Say in the log and to ``failing`` why a merge has not succeeded yet."""
+        self._retried[merge] = failing
+        if self._log_throttle.is_due(failing):
+            log.warning("a file can't be written: %s; trying again", failing)
 
 
 class ParquetPartition:

@@ -196,6 +196,23 @@ async def test_a_disk_that_fails_does_not_hold_up_a_partition_that_leaves(tmp_pa
         await asyncio.wait_for(delivering, 20)
 
 
+async def test_a_disk_that_hangs_is_reported_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_HANGS_AFTER_S", 0.01)
+    monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
+    hangs = tmp_path / FILE.with_name(f".{FILE.name}.tmp")
+    hangs.parent.mkdir()
+    os.mkfifo(hangs)
+    setup = Setup(tmp_path)
+    delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
+    failing = await eventually(lambda: setup.disk.failing, unless=delivering)
+    reader = os.open(hangs, os.O_RDONLY | os.O_NONBLOCK)  # whoever writes goes on
+    hangs.unlink()
+    assert await delivering == [1]
+    os.close(reader)
+    assert "the disk has not answered" in failing
+    assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
+
+
 async def test_it_fails_while_one_file_can_not_be_written_whatever_becomes_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
