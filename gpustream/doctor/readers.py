@@ -10,17 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from delivery.values import counted, duration_words
 from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Group, Lag, OwnMetrics, Prometheus, Situation
+from sinks import SINKS
 from streams import STREAMS
 from topics import attributed, samples
 
 ATTRIBUTION = "gpustream-attribution"
 
 UPSTREAM = {
-    "gpustream-sink-alertmanager": "gpustream-alerts",
-    "gpustream-sink-webhook": "gpustream-alerts",
-    "gpustream-sink-parquet": "gpustream-usage",
+    f"gpustream-sink-{sink}": f"gpustream-{stream}"
+    for sink, reader in SINKS.items()
+    for stream, writer in STREAMS.items()
+    if f"gpustream-{stream}" != ATTRIBUTION and set(reader.reads) <= set(writer.writes)
 }
-"""The sinks that only read what one stream writes, with that stream's group."""
+"""The sinks that only read what one stream writes, with that stream's group. Attribution has a check of its own."""
 
 BEHIND_MS = 30_000
 """A record that is younger than this is on its way. A pending tick may wait for 13 s of it."""

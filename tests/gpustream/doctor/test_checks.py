@@ -225,6 +225,17 @@ def test_a_group_that_commits_once_a_minute_is_behind_only_after_that(name: str,
     assert only_finding(seen(ms + 31_000)).finding.startswith(name)
 
 
+@pytest.mark.parametrize(
+    ("sink", "stream"),
+    [("alertmanager", "alerts"), ("webhook", "alerts"), ("reclaim", "alerts"), ("parquet", "usage")],
+)
+def test_a_sink_whose_stream_has_never_run_has_nothing_to_read(sink: str, stream: str) -> None:
+    situation = see(healthy())._replace(groups=[READING, Group(f"gpustream-sink-{sink}", "Stable", 1, ())])
+    assert only_finding(situation).finding == (
+        f"gpustream-sink-{sink} has nothing to read: gpustream-{stream} has never run"
+    )
+
+
 def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is_named() -> None:
     failing = Sample("gpustream_remote_write_receiver_failing", {}, 1)
     situation = see(healthy())
