@@ -147,8 +147,10 @@ def xids_of(kind: XidKind) -> str:
     """The increase of the XIDs of a kind, with the first one, whoever held the GPU. Unknown are those of no kind."""
     codes = "|".join(str(code) for code, xid in XIDS.items() if kind in {xid.kind, "unknown"})
     counter = f'gpu_xid_errors_total{{{OTEL},xid{"!~" if kind == "unknown" else "=~"}"{codes}"}}'
-    merged = f"max by ({ONE_GPU}, xid) ({counter})"
-    return f"(increase({merged}[15m:15s]) > 0)\n  or ({merged} unless max by ({ONE_GPU}, xid) ({counter} offset 15m))"
+    of_device = f"max by ({ONE_GPU}, gpu_mig_uuid, xid)"  # each MIG device counts by itself
+    merged = f"{of_device} ({counter})"
+    risen = f"(increase({merged}[15m:15s]) > 0)\n  or ({merged} unless {of_device} ({counter} offset 15m))"
+    return f"max by ({ONE_GPU}, xid) (\n  {risen}\n)"
 
 
 # Called as the alert stream calls them, so that they have its runbooks.
@@ -199,10 +201,11 @@ GPU_ALERTS = (
           SUBJECT + ": what runs there is not what it was given to", "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
           "2m"),
     Alert("GPULost", f'sum by ({PROCESS}, state) (gpustream_node_gpus{{state="lost"}}) > 0', "critical",
-          "{{ $value }} GPUs of {{ $labels.instance }} left the bus (XID 79) and want a reset or a new board",
+          "{{ $value }} GPUs and MIG devices of {{ $labels.instance }} left the bus (XID 79): reset or replace the GPU",
           "The node producer says so.", "1m"),
     Alert("GPUNotAnswering", f'sum by ({PROCESS}, state) (gpustream_node_gpus{{state="timeout"}}) > 0', "warning",
-          "{{ $value }} GPUs of {{ $labels.instance }} do not answer NVML", "The node producer says so.", "1m"),
+          "{{ $value }} GPUs and MIG devices of {{ $labels.instance }} do not answer NVML",
+          "The node producer says so.", "1m"),
     Alert("NodeSilent", f"""
           group by (k8s_cluster_name, k8s_node_name) (
             gpu_holders{{{OTEL}}} offset 10m and count_over_time(gpu_holders{{{OTEL}}}[15m] offset 10m) > 2

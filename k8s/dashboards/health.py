@@ -352,11 +352,11 @@ PIPELINE_BOARD = dashboard(
         ),
         table(
             "Nodes' GPUs that don't answer",
-            "By the node producers: lost left the bus, timeout do not answer NVML.",
+            "By the node producers, MIG devices among them: lost left the bus, timeout do not answer NVML.",
             "instance state",
             [
                 Column(
-                    "GPUs",
+                    "devices",
                     f'sum by (instance, state) (gpustream_node_gpus{{{OWN},state!="ok"}}) > 0',
                     steps=BAD_ABOVE_ZERO,
                 )

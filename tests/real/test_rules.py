@@ -295,6 +295,24 @@ CASES = [
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="63"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="9999"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "1x40"}, "40m", False),
+    Case(  # another MIG device of the GPU had more of them before
+        "GPUXid",
+        {
+            f'gpu_xid_errors_total{{{DEVICE},gpu_mig_uuid="MIG-1",xid="31"}}': "5x60",
+            f'gpu_xid_errors_total{{{DEVICE},gpu_mig_uuid="MIG-2",xid="31"}}': "1x30 2x30",
+        },
+        "40m",
+        True,
+    ),
+    Case(  # a MIG device is destroyed: the counter of another one is not its, begun again
+        "GPUXid",
+        {
+            f'gpu_xid_errors_total{{{DEVICE},gpu_mig_uuid="MIG-1",xid="31"}}': "5x60",
+            f'gpu_xid_errors_total{{{DEVICE},gpu_mig_uuid="MIG-2",xid="31"}}': "7x30 stale",
+        },
+        "40m",
+        False,
+    ),
     Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{POD}}}": "0+50x10"}, "10m", True),
     Case("GPUNvlinkErrors", {f"gpu_interconnect_recoveries{{{POD}}}": "3x8 4x2"}, "10m", True),
     Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{POD}}}": "0+10x10"}, "10m", False),
@@ -610,6 +628,24 @@ def test_an_idle_alert_says_how_many_of_a_pods_gpus_idle_and_not_that_all_do(tmp
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in fleet.items()],
         "alert_rule_test": [{"eval_time": "70m", "alertname": "GPUHeldIdle", "exp_alerts": [alert]}],
+    }
+    tests_file = tmp_path / "tests.yml"
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
+    promtool("test", "rules", tests_file)
+
+
+def test_a_lost_gpu_that_is_cut_is_not_called_as_many_gpus_as_it_has_mig_devices(tmp_path: Path) -> None:
+    """The node producer counts both: gpustream_node_gpus is 8 if a GPU with 7 MIG devices is lost."""
+    (rule,) = [rule for rule in rules() if rule.get("alert") == "GPULost"]
+    summary = {
+        "summary": "8 GPUs and MIG devices of producer left the bus (XID 79): reset or replace the GPU",
+    }
+    labels = {"severity": "critical", "job": "gpustream", "instance": "producer", "state": "lost"}
+    alert = {"exp_labels": labels, "exp_annotations": rule["annotations"] | summary}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": f'gpustream_node_gpus{{{SCRAPED},state="lost"}}', "values": "0 8x4"}],
+        "alert_rule_test": [{"eval_time": "5m", "alertname": "GPULost", "exp_alerts": [alert]}],
     }
     tests_file = tmp_path / "tests.yml"
     tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))

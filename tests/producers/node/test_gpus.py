@@ -367,6 +367,7 @@ async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_reported_too(b
     assert (await bench.open())[2]["mig"]["parent_uuid"] == "GPU-1"
     gpu.error = binding.GPU_IS_LOST
     assert await bench.states() == {"GPU-0": "ok", "GPU-1": "lost", "MIG-a": "lost", "GPU-2": "ok"}
+    assert bench.value(own.GPUS, state="lost") == 2
     lost = (await bench.read())[2]
     assert (lost["mig"]["uuid"], lost["metrics"], "processes" in lost) == ("MIG-a", {}, False)
     gpu.error = None
