@@ -36,7 +36,7 @@ class Sightings:
         self._start_ms = min(tick.ts_ms, tick.ts_ms if self._start_ms is None else self._start_ms)
         holding_pods = set[tuple[str, str]]()
         for device in tick.devices:
-            where = f"GPU {device.index} of {tick.node}"
+            where, gpu = f"GPU {device.index} of {tick.node}", device.mig.parent_uuid if device.mig else device.uuid
             pods = by_pod(device.holders) if device.holders else {}
             holding_pods.update((pod.namespace, pod.pod) for pod in pods)
             if len(pods) > self._shared[0]:
@@ -44,9 +44,9 @@ class Sightings:
             if device.mig is not None and pods:
                 self._mig.add(device.uuid)
             if device.state == "lost":
-                self._lost.setdefault(device.uuid, where)
-            elif device.uuid in self._lost:
-                self._recovered.add(device.uuid)
+                self._lost.setdefault(gpu, where)
+            elif gpu in self._lost:
+                self._recovered.add(gpu)
             for event in device.events or ():
                 if event.kind == "xid" and len(self._xids) < _MAX_NAMED:
                     holder = f", held by {next(iter(pods)).pod}" if pods else ""

@@ -38,6 +38,18 @@ def test_an_alert_of_before_the_run_was_not_seen_in_it() -> None:
     assert sightings.lines() == []
 
 
+def test_a_gpu_that_is_cut_is_lost_once() -> None:
+    migs = [{"uuid": f"m{number}", "parent_uuid": "a", "profile": "1g.10gb"} for number in range(7)]
+    sightings = Sightings()
+    sightings.tick(tick(gpu("a", None, state="lost"), *(gpu(mig["uuid"], None, mig=mig, state="lost") for mig in migs)))
+
+    assert sightings.lines() == ["GPU 0 of n lost"]
+
+    sightings.tick(tick(gpu("a", 0.0), seq=2))
+
+    assert sightings.lines() == ["GPU 0 of n lost, and back"]
+
+
 def test_long_runs_with_many_errors_stay_small() -> None:
     sightings = Sightings()
     for number in range(1, 100):
