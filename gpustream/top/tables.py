@@ -47,11 +47,17 @@ class Load(NamedTuple):
 
 
 def load(devices: Iterable[Device]) -> Load:
-    """The load of these devices. Memory of a GPU that is cut counts in its MIG devices, the rest in its GPUs."""
+    """The load of these devices. All counts in the GPUs, but the memory of a cut GPU that does not report it counts in
+    its MIG devices."""
     devices = list(devices)
-    gpus, uncut = [device for device in devices if not device.mig], [device for device in devices if not device.parts]
+    gpus = [device for device in devices if not device.mig]
     used = [gpu.used_ratio for gpu in gpus if gpu.used_ratio is not None]
-    memory = [(device.memory_used_bytes, device.memory_total_bytes) for device in uncut]
+    reporting = {gpu.uuid for gpu in gpus if gpu.memory_used_bytes is not None and gpu.memory_total_bytes}
+    memory = [
+        (device.memory_used_bytes, device.memory_total_bytes)
+        for device in devices
+        if not device.mig or device.gpu not in reporting
+    ]
     power = [(gpu.power_watts, gpu.power_limit_watts) for gpu in gpus]
     known_power = [watts for watts, _ in power if watts is not None]
     return Load(
@@ -92,7 +98,7 @@ def node_row(node: Node) -> NodeRow:
         Counter(gpu.status for gpu in gpus),
         load(node.devices.values()),
         max((gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None), default=None),
-        ", ".join(f"GPU {gpu.index} {gpu.trouble}" for gpu in node.devices.values() if gpu.trouble and not gpu.mig),
+        ", ".join(dict.fromkeys(f"GPU {d.index} {d.trouble}" for d in node.devices.values() if d.trouble)),
     )
 
 

@@ -96,7 +96,10 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
         [(" · ".join(filter(None, facts)), "dim")],
     ]
     for firing in now.firing:
-        if device.uuid in ([gpu.uuid for gpu in firing.alert.gpus] or [firing.alert.labels.get("gpu_uuid", "")]):
+        labels = firing.alert.labels
+        if device.uuid in (
+            [gpu.uuid for gpu in firing.alert.gpus] or [labels.get("gpu_uuid"), labels.get("gpu_mig_uuid")]
+        ):
             row, style = firing.row, draw.SEVERITIES.get(firing.row.severity, "")
             lines.append([(f"{row.severity} ", style), (f"{row.alert} ", "bold"), (row.summary, "")])
     metrics = (
@@ -124,23 +127,27 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
 
 
 def _holder_lines(device: Device, until_ms: int, columns: int) -> list[Line]:
-    """Who held a device when, under the sparklines: a line for each pod, the last one first. Then who holds it now."""
+    """Who held a device when, under the sparklines: a line for each pod, the last one first. Then who holds it now.
+    Those of a GPU that is cut are those of its MIG devices, and who held it before."""
     slot_ms = device.history.span_ms // len(device.history.of("used_ratio", until_ms))
     first = until_ms // slot_ms - columns + 1
     spans: dict[str, list[str]] = {}
-    for tenure in reversed(device.tenures):
-        end_ms = until_ms if tenure.to_ms is None else tenure.to_ms
-        for pod in tenure.pods or ("free",):
-            cells = spans.setdefault(pod, [" "] * columns)
-            begin, end = max(0, tenure.from_ms // slot_ms - first), min(columns - 1, end_ms // slot_ms - first)
-            for index in range(begin, end + 1):
-                cells[index] = "·" if pod == "free" else "━"
+    profiles = [(part, f"{part.mig} ") for part in device.parts] + [(device, "")]
+    for part, profile in profiles:
+        for tenure in reversed(part.tenures):
+            end_ms = until_ms if tenure.to_ms is None else tenure.to_ms
+            for pod in tenure.pods or (() if part.parts else ("free",)):
+                cells = spans.setdefault(profile + pod, [" "] * columns)
+                begin, end = max(0, tenure.from_ms // slot_ms - first), min(columns - 1, end_ms // slot_ms - first)
+                for index in range(begin, end + 1):
+                    cells[index] = "━" if tenure.pods else "·"
     lines: list[Line] = [[], [("who held it", "bold")]]
     for pod, cells in spans.items():
-        style = draw.STYLES["free" if pod == "free" else "busy"]
+        style = draw.STYLES["busy" if "━" in cells else "free"]
         lines.append([(" " * 16, ""), ("".join(cells), style), (f" {pod}", "")])
-    lines += [[], [("held by", "bold")]] if device.holders else []
-    for holder in device.holders:
+    held_by = [(profile, holder) for part, profile in profiles for holder in part.holders]
+    lines += [[], [("held by", "bold")]] if held_by else []
+    for profile, holder in held_by:
         facts = [
             "" if holder.used_ratio is None else f"{holder.used_ratio:.0%}",
             "" if holder.memory_used_bytes is None else gib(holder.memory_used_bytes),
@@ -148,7 +155,7 @@ def _holder_lines(device: Device, until_ms: int, columns: int) -> list[Line]:
             holder.workload,
             f"team {holder.team}" if holder.team else "",
         ]
-        lines.append([(f"  {holder.name}  ", ""), (" · ".join(filter(None, facts)), "dim")])
+        lines.append([(f"  {profile}{holder.name}  ", ""), (" · ".join(filter(None, facts)), "dim")])
     if device.processes:
         pids = ", ".join(str(process.pid) for process in device.processes[:8])
         lines.append(

@@ -2,13 +2,18 @@
 
 import re
 from datetime import UTC, datetime
+from typing import Any
 
+import msgspec
+
+from gpustream.alerts import row
 from gpustream.fleet import Fleet
 from gpustream.top import draw
 from gpustream.top.moment import FiringAlert, Now
-from gpustream.top.tables import TABLES, node_row
-from gpustream.top.views import fleet_lines
-from tests.gpustream.test_fleet import fleet_of, gpu, tick
+from gpustream.top.tables import TABLES, load, node_row
+from gpustream.top.views import device_lines, fleet_lines
+from tests.gpustream.test_fleet import device, fleet_of, gpu, tick
+from tests.sinks.alerts import alert
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
 
@@ -79,3 +84,55 @@ def test_a_node_whose_clock_is_past_the_year_9999_is_shown() -> None:
 
     for table in TABLES:
         assert all(draw.row_line(table.columns, row, 200) for row in table.rows(now))
+
+
+def mig(uuid: str, *holders: str, profile: str = "1g.10gb", **more: Any) -> dict[str, Any]:
+    """A MIG device of GPU a."""
+    return gpu(uuid, None, *holders, mig={"uuid": uuid, "parent_uuid": "a", "profile": profile}, **more)
+
+
+def with_memory(device: dict[str, Any], used_gib: float, total_gib: float) -> dict[str, Any]:
+    return device | {"metrics": {"memory_used_bytes": used_gib * 2**30, "memory_total_bytes": total_gib * 2**30}}
+
+
+def test_memory_of_a_gpu_of_which_a_part_is_not_cut_is_all_of_it_if_the_gpu_reports_it() -> None:
+    parts = with_memory(mig("m", "ml/x"), 9, 10), with_memory(gpu("b"), 11, 80)
+    reported = fleet_of(tick(with_memory(gpu("a", None), 9, 80), *parts))
+    refused = fleet_of(tick(gpu("a", None) | {"metrics": {}}, *parts))
+
+    assert load(reported.devices()).memory_ratio == 20 / 160
+    assert load(refused.devices()).memory_ratio == 20 / 90
+
+
+def test_what_is_wrong_with_a_node_is_also_what_is_wrong_with_its_mig_devices_once_for_each_gpu() -> None:
+    xid = {"events": [{"kind": "xid", "code": 31}]}
+    cut = fleet_of(tick(gpu("a", None), mig("m", "ml/x") | xid, mig("o", "ml/y") | xid))
+    lost = fleet_of(tick(gpu("a", None, state="lost"), mig("m", state="lost"), mig("o", state="lost")))
+
+    assert [node_row(*fleet.nodes.values()).trouble for fleet in (cut, lost)] == ["GPU 0 XID 31", "GPU 0 lost"]
+
+
+def test_who_held_a_gpu_that_is_cut_is_who_held_it_before_and_who_holds_its_mig_devices() -> None:
+    fleet = fleet_of(
+        tick(gpu("a", 0.9, "ml/whole"), ts_ms=600_000),
+        tick(gpu("a", None), mig("m", "ml/x"), mig("o", profile="3g.40gb"), seq=2, ts_ms=660_000),
+    )
+    shown = [draw.text_of(line) for line in device_lines(moment(fleet), device(fleet, "a"), 100, 24)]
+    held = [line.strip() for line in shown[shown.index("who held it") + 1 :]]
+
+    assert held[3:] == ["", "held by", "1g.10gb ml/x"]
+    assert [line.lstrip("━·").strip() for line in held[:3]] == ["1g.10gb ml/x", "3g.40gb free", "ml/whole"]
+
+
+def test_an_alert_about_a_mig_device_is_shown_with_it_and_with_its_gpu() -> None:
+    fleet = fleet_of(tick(gpu("a", None), mig("m", "ml/x"), mig("o", "ml/y")))
+    labels = {"gpu_uuid": "a", "gpu_mig_uuid": "m"}
+    about = msgspec.structs.replace(alert("x"), gpus=(), labels=labels, name="GPUXid")
+    now = moment(fleet, FiringAlert(about, row(about, datetime.now(UTC))))
+    shown = {d.uuid: [draw.text_of(line) for line in device_lines(now, d, 100, 24)] for d in fleet.devices()}
+
+    assert [uuid for uuid, text in shown.items() if any("GPUXid" in line for line in text)] == ["a", "m"]
+
+
+def moment(fleet: Fleet, *firing: FiringAlert) -> Now:
+    return Now(fleet, list(firing), datetime.now(UTC), "")
