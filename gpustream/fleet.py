@@ -18,7 +18,7 @@ from delivery import replays
 from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice
 from topics.attributed import Parts, by_pod
-from topics.idleness import IDLE_BELOW, Activity, activity_of, beside_parts, is_idle, work_of
+from topics.idleness import IDLE_BELOW, Activity, activity_of, activity_of_parts, beside_parts, is_idle, work_of
 from topics.samples import Process, silent_after_ms, silent_after_s
 
 SILENT_S = 15.0
@@ -164,8 +164,7 @@ class Device:
         if self.state in ("lost", "timeout") or self.unwell:
             return "failing"
         if self.parts:
-            statuses = {part.status for part in self.parts}
-            return next((status for status in ("failing", "busy", "held", "idle") if status in statuses), "free")
+            return activity_of_parts({part.status for part in self.parts})
         return self._activity
 
     @property

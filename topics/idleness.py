@@ -5,7 +5,7 @@ The streams use it, and so do the commands and pages that show the fleet to peop
 docs/decisions/2026-11-22-idle-on-a-shared-gpu.md has the rule as a table.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -129,6 +129,13 @@ def device_activity(device: AttributedDevice) -> Activity:
     process_ratios = [process.sm_utilization_ratio or 0.0 for process in device.processes or ()]
     part = part_of(device.holders) or 0.0
     return activity_of(device.state, work, max([part, *process_ratios]), held=bool(device.holders))
+
+
+def activity_of_parts(activities: Collection[str]) -> Activity:
+    """The activity of a GPU that is cut into MIG devices with these activities: that of the busiest, or failing if one
+    fails."""
+    ordered: tuple[Activity, ...] = ("failing", "busy", "held", "idle")
+    return next((activity for activity in ordered if activity in activities), "free")
 
 
 def activity_of(state: str, work: Work, holder_work: float, *, held: bool) -> Activity:

@@ -98,7 +98,7 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
     for firing in now.firing:
         labels = firing.alert.labels
         if device.uuid in (
-            [gpu.uuid for gpu in firing.alert.gpus] or [labels.get("gpu_uuid"), labels.get("gpu_mig_uuid")]
+            [gpu.uuid for gpu in firing.alert.gpus] or [labels.get("gpu_uuid", ""), labels.get("gpu_mig_uuid", "")]
         ):
             row, style = firing.row, draw.SEVERITIES.get(firing.row.severity, "")
             lines.append([(f"{row.severity} ", style), (f"{row.alert} ", "bold"), (row.summary, "")])

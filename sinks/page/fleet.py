@@ -10,7 +10,7 @@ State:    each node's last tick; for an hour, each device's holders, and a readi
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from delivery import replays
 from delivery.replays import LastTick, Verdict
 from topics.alerts import Alert
 from topics.attributed import AttributedDevice, AttributedSample, by_pod
-from topics.idleness import device_activity
+from topics.idleness import activity_of_parts, device_activity
 from topics.samples import silent_after_ms, silent_after_s
 from topics.times import epoch_ms
 from topics.topic import Number
@@ -82,7 +82,8 @@ def _no_readings() -> "array[float]":
 
 @dataclass(slots=True)
 class ShownDevice:
-    """A device of a node's last tick, and its last hour.
+    """A device of a node's last tick, and its last hour. A GPU that is cut has the holders and the activity of its MIG
+    devices.
 
     ``sign``: its activity in that tick; ``worked_ms``: the last tick in which it was busy. ``since_ms``: when its
     holders began to hold it; ``spans``: the holders before them. ``readings`` has a row for each of
@@ -104,10 +105,14 @@ class ShownDevice:
         """What a frame says of the device itself, and seldom changes."""
         return self.last.index, self.last.model, self.last.mig
 
-    def update(self, device: AttributedDevice, ts_ms: int, interval_ms: int | None) -> None:
+    def update(
+        self, device: AttributedDevice, parts: Sequence[AttributedDevice], ts_ms: int, interval_ms: int | None
+    ) -> None:
         """Update all but the holders from a tick. The first tick of each 15 s is kept as a reading; that of a node that
-        is read less often also stands for the time since its last tick."""
+        is read less often also stands for the time since its last tick. ``parts`` are the MIG devices of the GPU."""
         activity = device_activity(device)
+        if parts and activity != "failing":
+            activity = activity_of_parts({device_activity(part) for part in parts})
         if activity == "busy":
             self.worked_ms = ts_ms
         elif activity == "idle" and 0 <= ts_ms - self.worked_ms < IDLE_AFTER_MS:
@@ -235,14 +240,19 @@ class Fleet:
         before = node.devices if node else {}
         reshaped = node is None or node.tick.node_labels != tick.node_labels
         known, devices = (node.missing | before if node else {}), dict[str, ShownDevice]()
+        parts_of: dict[str, list[AttributedDevice]] = {}
         for device in tick.devices:
-            shown, holders = known.get(device.uuid), self._holders(device)
+            if device.mig is not None:
+                parts_of.setdefault(device.mig.parent_uuid, []).append(device)
+        for device in tick.devices:
+            parts = parts_of.get(device.uuid, ())
+            shown, holders = known.get(device.uuid), self._holders(device, parts)
             if shown is None:
                 shown, reshaped = ShownDevice(device, holders, tick.ts_ms), True
             elif shown.holders != holders or shown.described != (device.index, device.model, device.mig):
                 shown.set_holders(holders, tick.ts_ms)
                 reshaped = True
-            shown.update(device, tick.ts_ms, tick.interval_ms)
+            shown.update(device, parts, tick.ts_ms, tick.interval_ms)
             devices[device.uuid] = shown
         reshaped |= list(before) != list(devices)
         shaped = self.version if reshaped or node is None else node.shaped
@@ -255,10 +265,12 @@ class Fleet:
         self.nodes[key] = ShownNode(slot, last, bare, read_s, devices, self.version, shaped, missing)
         return verdict
 
-    def _holders(self, device: AttributedDevice) -> tuple[ShownHolder, ...]:
-        """The holders of a device, each pod once."""
-        holders = []
-        for pod, (holder, *_) in by_pod(device.holders).items() if device.holders else ():
+    def _holders(self, device: AttributedDevice, parts: Sequence[AttributedDevice]) -> tuple[ShownHolder, ...]:
+        """The holders of a device and of its parts, each pod once."""
+        holders, all_holders = [], device.holders
+        for part in parts:
+            all_holders += part.holders
+        for pod, (holder, *_) in by_pod(all_holders).items() if all_holders else ():
             team = holder.labels.get(self.team_label, holder.namespace_labels.get(self.team_label, ""))
             workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
             holders.append(ShownHolder(pod.namespace, pod.pod, workload, team))

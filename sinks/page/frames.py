@@ -109,6 +109,7 @@ def device(fleet: Fleet, uuid: str) -> Json | None:
         "state": shown.last.state,
         "index": shown.last.index,
         "model": shown.last.model,
+        "profile": shown.last.mig.profile if shown.last.mig else None,
         "uuid": shown.last.uuid,
         "conflict": shown.last.conflict,
         "metrics": {key: value for key, value in shown.last.metrics.items() if value is not None},

@@ -39,6 +39,8 @@ PIXEL = """(() => {
     const data = map.getContext("2d").getImageData(x - left, y - top, 1, 1).data;
     return `rgb(${data[0]}, ${data[1]}, ${data[2]})`; })()"""
 """The colour of the chosen tile, beside its mark."""
+MAP = "document.getElementById('map').toDataURL()"
+"""The map as a picture."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -259,6 +261,26 @@ async def test_a_gpu_that_moved_to_another_node_stays_when_its_old_node_ticks_wi
         bench.pages.make_frames(START_MS + 3000)
         await page.shows("#total", "2 nodes, 2 GPUs")
         assert "1 device" in await page.text("#who")
+
+
+async def test_a_gpu_that_is_cut_is_found_and_marked_by_its_alerts_and_counts_once_for_its_holder(page: Page) -> None:
+    bench = Bench()
+    migs = [{"uuid": f"MIG-{number}", "parent_uuid": "GPU-a", "profile": "1g.10gb"} for number in range(2)]
+    parts = [device(part["uuid"], holder(f"p-{number}"), mig=part) for number, part in enumerate(migs)]
+    bench.fleet.add_tick(tick(1, device("GPU-a"), *parts), 1.0)
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#total", "1 node, 1 GPU")
+        assert "2 devices" in await page.text("#who")
+        plain = await page.value(MAP)
+        bench.fleet.set_alert(b"1", alert(gpus=[], labels={"gpu_uuid": "GPU-a"}))
+        bench.pages.make_frames(START_MS + 2000)
+        await page.shows("#alerts-title", "1")
+        await page.wait_until(f"{MAP} !== {json.dumps(plain)}")
+        await page.value("document.querySelector('#alerts button').click()")
+        await page.shows("#holders", "ml/p-0, ml/p-1")
+        await choose(page, "search", "GPU-a")
+        assert await page.value("document.getElementById('none').hidden")
 
 
 async def test_a_page_too_many_says_that_it_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ export class Detail {
     if (xids) facts.push(["XID errors", xids]);
     const list = element("dl");
     for (const [name, value] of facts) list.append(element("dt", {}, name), element("dd", {}, value));
-    const title = this.head(`${of.node} GPU ${of.index ?? "?"}`);
+    const title = this.head(`${of.node} GPU ${of.index ?? "?"}${of.profile ? ` ${of.profile}` : ""}`);
     title.firstChild.prepend(sign(of.word), " ");
     title.firstChild.firstChild.setAttribute("class", "swatch");
     this.panel.replaceChildren(title, list, ...this.holders(of, now), ...this.charts(of), this.all(of, showsAll));

@@ -212,7 +212,7 @@ export class FleetMap {
       context.textBaseline = "middle";
       context.fillText(this.short(device.value), ...middle, wide - 2);
     }
-    if (this.alerted.has(device.uuid) && wide >= 6) {
+    if ((this.alerted.has(device.uuid) || this.alerted.has(device.parent)) && wide >= 6) {
       const size = Math.max(4, tile * 0.3);
       context.fillStyle = colours.text;
       context.beginPath();

@@ -65,11 +65,12 @@ function reshape(slot, cluster, name, zone, rows) {
   const before = fleet.nodes.get(slot);
   const node = { slot, cluster, name, zone, ts: before?.ts ?? 0, devices: [] };
   const known = new Map((before?.devices ?? []).map((device) => [device.uuid, device]));
+  const cut = new Set(rows.map(([, , , , parent]) => parent).filter(Boolean)); // GPUs whose MIG devices stand for them
   for (const [uuid, index, model, profile, parent, since, holders] of rows) {
     const device = known.get(uuid) ?? { uuid, word: "f", value: null };
     known.delete(uuid);
-    Object.assign(device, { node, index, model: model ?? LOW, profile, parent, since, holders });
-    device.text = [cluster, name, zone, uuid, model, profile, ...holders.flat()].join("\n").toLowerCase();
+    Object.assign(device, { node, index, model: model ?? LOW, profile, parent, since, holders, cut: cut.has(uuid) });
+    device.text = [cluster, name, zone, uuid, parent, model, profile, ...holders.flat()].join("\n").toLowerCase();
     node.devices.push(device);
     fleet.devices.set(uuid, device);
   }
@@ -108,10 +109,9 @@ function regroup() {
   clusters = new Set(nodes.map((node) => node.cluster)).size;
   cells = [];
   for (const node of nodes) {
-    const cut = new Set(node.devices.map((device) => device.parent).filter(Boolean));
     const tiles = new Map();
     for (const device of node.devices) {
-      if (cut.has(device.uuid) || !words.every((word) => device.text.includes(word))) continue;
+      if (device.cut || !words.every((word) => device.text.includes(word))) continue;
       const name = keyOf(device);
       const tile = `${device.parent ?? device.uuid}\n${name}`;
       if (!groups.has(name)) groups.set(name, { name, cells: [] });
@@ -177,12 +177,10 @@ function show() {
   const counts = { b: 0, i: 0, h: 0, f: 0, x: 0, s: 0 };
   const gpus = new Set();
   let [low, high] = [Infinity, -Infinity];
-  const parents = new Set();
-  for (const node of fleet.nodes.values()) for (const device of node.devices) if (device.parent) parents.add(device.parent);
   for (const node of fleet.nodes.values()) {
     for (const device of node.devices) {
       gpus.add(device.parent ?? device.uuid);
-      if (parents.has(device.uuid)) continue;
+      if (device.cut) continue;
       counts[device.word] = (counts[device.word] ?? 0) + 1;
       if (device.value !== null && device.value < low) low = device.value;
       if (device.value !== null && device.value > high) high = device.value;
@@ -240,6 +238,7 @@ function showWho() {
   const of = { team: (h) => h[3] || "(no team)", workload: (h) => `${h[0]}/${h[2] || h[1]}`, pod: (h) => `${h[0]}/${h[1]}` }[shown.by];
   const rows = new Map();
   for (const device of fleet.devices.values()) {
+    if (device.cut) continue;
     for (const name of new Set(device.holders.map(of))) {
       const row = rows.get(name) ?? { name, gpus: 0, b: 0, i: 0, x: 0 };
       row.gpus += 1;

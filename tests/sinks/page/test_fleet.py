@@ -104,6 +104,32 @@ def test_who_held_a_device_is_known_from_the_first_tick_to_the_last() -> None:
     ]
 
 
+def mig(uuid: str, *holders: dict[str, Any], used: float | None = None) -> dict[str, Any]:
+    """A MIG device of GPU-a."""
+    engines = {} if used is None else {"metrics": {"graphics_engine_active_ratio": used}}
+    return device(uuid, *holders, mig={"uuid": uuid, "parent_uuid": "GPU-a", "profile": "1g.10gb"}) | engines
+
+
+def test_a_gpu_that_is_cut_has_the_holders_and_the_activity_of_its_mig_devices() -> None:
+    whole = tick(1, device("GPU-a", holder("w-0"), used=0.5))
+    held = tick(2, device("GPU-a"), mig("MIG-1", holder("p-0"), used=0.0), mig("MIG-2", holder("q-0"), used=0.9))
+    idle = tick(20, device("GPU-a"), mig("MIG-1", holder("p-0"), used=0.0), mig("MIG-2", used=0.0))
+    lost = tick(30, device("GPU-a", state="lost"), mig("MIG-1", holder("p-0"), used=0.0))
+    fleet, words = fleet_of(whole), []
+    for following in (held, idle, lost):
+        fleet.add_tick(following, float(following.seq))
+        words.append((frames.device(fleet, "GPU-a") or {})["word"])
+    of_gpu, of_part = frames.device(fleet, "GPU-a") or {}, frames.device(fleet, "MIG-1") or {}
+
+    assert words == ["b", "i", "x"]
+    assert [[holder.pod for holder in holders] for holders, _, _ in of_gpu["holders"]] == [
+        ["w-0"],
+        ["p-0", "q-0"],
+        ["p-0"],
+    ]
+    assert (of_gpu["profile"], of_part["profile"]) == (None, "1g.10gb")
+
+
 def test_a_device_has_a_reading_in_15_s_for_an_hour_and_none_where_there_was_no_tick() -> None:
     seconds = [0, 1, 15, 45, 3599 + 45]
     fleet = fleet_of(
