@@ -47,12 +47,18 @@ NODE = choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"
 IDLE = listed("idle", "idle for", ("1m", "5m", "15m", "1h", "6h"), "15m")
 
 NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{NODE_MATCHERS},mig_mode="enabled",gpu_mig_uuid=""}}'
-"""Without the GPUs that are cut into MIG devices: their memory is those devices'."""
+"""Without the GPUs that are cut into MIG devices: it is those devices that can be held."""
+
+
+def memory_of_gpus(metric: str, by: str = "") -> str:
+    """A sum of memory in which each GPU counts once: by its own value or, without one, by its MIG devices'."""
+    own, of_parts = (f'{metric}{{{NODE_MATCHERS},gpu_mig_uuid{match}""}}' for match in ("=", "!="))
+    return f"sum by ({by}) ({own} or {of_parts} unless on ({GPU}) {own})"
 
 
 # -- the fleet: all GPUs, and who has them
 
-MEMORY_SHARE = f"sum(gpu_memory_used{{{NODE_MATCHERS}}} {NOT_CUT}) / sum(gpu_memory_total{{{NODE_MATCHERS}}} {NOT_CUT})"
+MEMORY_SHARE = f"{memory_of_gpus('gpu_memory_used')} / {memory_of_gpus('gpu_memory_total')}"
 WORK = of_devices("gpu_utilization", f'{NODE_MATCHERS},gpu_mig_uuid=""')
 OF_HELD = f"{WORK} and on ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} > 0)"
 BY_NODE, BY_MODEL = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
@@ -133,8 +139,8 @@ FLEET_BOARD = dashboard(
             "percentunit",
         ),
         graph(
-            "GPUs' worth of work by namespace",
-            "The sum of its pods' utilization: 1 is a whole GPU that works all the time.",
+            "Devices' worth of work by namespace",
+            "The sum of its pods' utilization: 1 is a GPU or MIG device that works all the time.",
             [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, NODE_MATCHERS)})")],
             stacked=True,
         ),
@@ -162,7 +168,7 @@ FLEET_BOARD = dashboard(
                 Column("GPUs", f"count by ({BY_NODE}) ({gpus()})"),
                 Column("held", f"count by ({BY_NODE}) ({held_gpus()})"),
                 Column("utilization", f"avg by ({BY_NODE}) ({WORK})", "percentunit", SHARE_IS_GOOD),
-                Column("memory", f"sum by ({BY_NODE}) (gpu_memory_used{{{NODE_MATCHERS}}} {NOT_CUT})", "bytes"),
+                Column("memory", memory_of_gpus("gpu_memory_used", BY_NODE), "bytes"),
                 Column("power", f"sum by ({BY_NODE}) (gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
                 Column("hottest", f"max by ({BY_NODE}) (gpu_temperature{{{NODE_MATCHERS}}})", "celsius", HOT),
                 Column("alerts", f"count by ({BY_NODE}) (gpu_alert_firing{{{NODE_MATCHERS}}})", steps=BAD_ABOVE_ZERO),
@@ -198,7 +204,7 @@ def use_of_pods(matchers: str, by: str) -> list[Column]:
     """What pods hold and use, alone or of shared devices."""
     return [
         Column("devices", holding(matchers, by)),
-        Column("GPUs' worth of work", f"sum by ({by}) ({alone_or_part(*UTILIZATION, matchers)})"),
+        Column("Devices' worth of work", f"sum by ({by}) ({alone_or_part(*UTILIZATION, matchers)})"),
         Column("memory", f"sum by ({by}) ({alone_or_part(*MEMORY, matchers)})", "bytes"),
         Column("power", f"sum by ({by}) ({alone_or_part(*POWER, matchers)})", "watt"),
     ]
@@ -410,7 +416,7 @@ GPU_BOARD = dashboard(
         graph(
             "XID errors",
             "Counted by code since the node's producer started.",
-            [("XID {{xid}}", f"max by (xid) (gpu_xid_errors_total{{{THIS}}})")],
+            [("XID {{xid}}", f"sum by (xid) (gpu_xid_errors_total{{{THIS}}})")],
         ),
         graph(
             "Doubts",

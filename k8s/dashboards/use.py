@@ -66,7 +66,11 @@ WORKLOADS_BOARD = dashboard(
             or_zero(f"sum({holding(WORKLOAD_MATCHERS, 'k8s_namespace_name')})"),
             "short",
         ),
-        tile("GPUs' worth of work", "The sum of their utilization: 1 is a GPU that works all the time.", f"sum({DID})"),
+        tile(
+            "Devices' worth of work",
+            "The sum of their utilization: 1 is a GPU or MIG device that works all the time.",
+            f"sum({DID})",
+        ),
         tile("Memory", "What they use.", f"sum({MEMORY_USED})", "bytes"),
         tile("Power", "What their work draws.", f"sum({DREW})", "watt"),
         graph(
@@ -76,7 +80,7 @@ WORKLOADS_BOARD = dashboard(
             stacked=True,
         ),
         graph(
-            "GPUs' worth of work by workload",
+            "Devices' worth of work by workload",
             "By workload: the sum of its pods' utilization.",
             [(LEGEND, f"sum by ({WORKLOAD}) ({DID})")],
             stacked=True,

@@ -136,6 +136,13 @@ def usable(truth: Truth) -> list[DeviceState]:
     return [state for state in truth.now() if not state.cut]
 
 
+def memory_of_gpus(truth: Truth, name: str) -> list[tuple[Mapping[str, str], float]]:
+    """Each GPU's memory; of one that does not report it, its MIG devices'."""
+    reporting = {state.device.uuid for state in truth.now() if state.value(name) is not None}
+    counted = [state for state in truth.now() if not state.device.mig or state.device.mig.parent_uuid not in reporting]
+    return list(values_of(counted, name))
+
+
 def working(truth: Truth) -> list[float]:
     return [value for _, value in values_of([state for state in truth.now() if state.pods], "gpu_utilization")]
 
@@ -258,8 +265,8 @@ FLEET: dict[str, Expected] = {
     "Utilization of what is held/A": lambda t, _: number(mean(working(t))),
     "Nodes/A": lambda t, _: number(distinct(present(t), NODE)),
     "Memory used/A": lambda t, _: number(
-        sum(v for _, v in values_of(usable(t), "gpu_memory_used"))
-        / sum(v for _, v in values_of(usable(t), "gpu_memory_total"))
+        sum(v for _, v in memory_of_gpus(t, "gpu_memory_used"))
+        / sum(v for _, v in memory_of_gpus(t, "gpu_memory_total"))
     ),
     "Power/A": POWER_DRAWN,
     "Hottest/A": HOTTEST,
@@ -272,14 +279,14 @@ FLEET: dict[str, Expected] = {
     "Utilization/A": lambda t, _: number(mean(working(t))),
     "Utilization/B": lambda t, _: number(quantile(0.1)(working(t))),
     "Utilization/C": lambda t, _: number(quantile(0.9)(working(t))),
-    "GPUs' worth of work by namespace/A": of_pod(UTILIZATION, "k8s_namespace_name"),
+    "Devices' worth of work by namespace/A": of_pod(UTILIZATION, "k8s_namespace_name"),
     "Power and its limit/A": POWER_DRAWN,
     "Power and its limit/B": lambda t, _: total(t, "gpu_power_limit"),
     "Memory by namespace/A": of_pod(MEMORY, "k8s_namespace_name"),
     "All nodes/A": lambda t, _: count(grouped_rows(present(t), GPU), NODE),
     "All nodes/B": lambda t, _: count(grouped_rows(holders_of_devices(t), GPU), NODE),
     "All nodes/C": per_device("gpu_utilization", NODE, mean),
-    "All nodes/D": lambda t, _: grouped(values_of(usable(t), "gpu_memory_used"), NODE),
+    "All nodes/D": lambda t, _: grouped(memory_of_gpus(t, "gpu_memory_used"), NODE),
     "All nodes/E": per_device("gpu_power_draw", NODE, sum),
     "All nodes/F": per_device("gpu_temperature", NODE),
     "All nodes/G": by_alert(NODE),
@@ -318,11 +325,11 @@ WORKLOADS: dict[str, Expected] = {
     "Workloads/A": lambda t, _: number(distinct(pods(t), WORKLOAD)),
     "Pods/A": lambda t, _: number(distinct(pods(t), f"{POD}, k8s_node_name")),
     "Devices/A": lambda t, _: number(sum(value for _, value in holding(t.now()))),
-    "GPUs' worth of work/A": of_pod(UTILIZATION, ""),
+    "Devices' worth of work/A": of_pod(UTILIZATION, ""),
     "Memory/A": of_pod(MEMORY, ""),
     "Power/A": of_pod(POWER, ""),
     "Devices by workload/A": held_by(WORKLOAD),
-    "GPUs' worth of work by workload/A": of_pod(UTILIZATION, WORKLOAD),
+    "Devices' worth of work by workload/A": of_pod(UTILIZATION, WORKLOAD),
     "Memory by workload/A": of_pod(MEMORY, WORKLOAD),
     "Power by workload/A": of_pod(POWER, WORKLOAD),
     "Tensor cores/A": lambda t, _: grouped(of_alone(t, "gpu_pipe_tensor_active"), WORKLOAD, mean),

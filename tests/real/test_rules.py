@@ -547,6 +547,37 @@ def test_a_mig_device_is_as_much_of_a_gpu_as_its_model_can_be_cut_into(tmp_path:
     evaluate(tmp_path, fleet, {"device:gpu_slices:ratio": answers})
 
 
+def test_memory_is_that_of_each_gpu_once_also_of_one_that_is_cut_in_part_or_does_not_report_it(tmp_path: Path) -> None:
+    gpus = [f'k8s_cluster_name="c",k8s_node_name="n",gpu_uuid="GPU-{number}"' for number in range(4)]
+    whole, cut_in_part, refuses, uncut = gpus
+    migs = [f'{gpu},gpu_mig_uuid="MIG-{number}"' for number, gpu in enumerate((cut_in_part, refuses, refuses))]
+    used_and_total = {whole: (30, 80), cut_in_part: (9, 80), migs[0]: (9, 10), migs[1]: (1, 10), migs[2]: (20, 40)}
+    used_and_total[uncut] = (0, 80)  # in MIG mode, without MIG devices
+    fleet = {f"gpu_memory_used{{{device}}}": used for device, (used, _) in used_and_total.items()}
+    fleet |= {f"gpu_memory_total{{{device}}}": total for device, (_, total) in used_and_total.items()}
+    fleet |= {f'gpu_info{{{gpu},mig_mode="{"disabled" if gpu == whole else "enabled"}"}}': 1 for gpu in gpus} | {
+        f'gpu_info{{{mig},mig_mode="enabled"}}': 1 for mig in migs
+    }
+    chosen = {"cluster": ".+", "node": ".*", "idle": "5m"}
+    panels = {str(query): filled(query.expr, chosen) for query in queries() if query.board == "gpu-fleet"}
+    answers = {
+        panels["gpu-fleet/Memory used/A"]: {"{}": 60 / 290},
+        panels["gpu-fleet/All nodes/D"]: {f"{{{N}}}": 60},
+    }
+    evaluate(tmp_path, fleet, answers)
+
+
+def test_xid_errors_of_a_gpu_are_those_of_all_its_mig_devices(tmp_path: Path) -> None:
+    fleet = {
+        f'gpu_xid_errors_total{{{DEVICE},xid="31"}}': 1,
+        f'gpu_xid_errors_total{{{DEVICE},gpu_mig_uuid="MIG-1",xid="31"}}': 2,
+        f'gpu_xid_errors_total{{{DEVICE},gpu_mig_uuid="MIG-2",xid="31"}}': 4,
+    }
+    panels = {str(query): query.expr for query in queries()}
+    shown = filled(panels["gpu-device/XID errors/A"], {"cluster": ".+", "node": ".*", "gpu": "GPU-0"})
+    evaluate(tmp_path, fleet, {shown: {'{xid="31"}': 7}})
+
+
 def test_a_pod_may_have_done_what_is_no_pods_part_and_is_not_called_idle(tmp_path: Path) -> None:
     """Of a device that it holds alone it has done all; of a shared one perhaps what an MPS server did, or video."""
     of_pods: dict[tuple[str, ...], dict[str, float]] = {
@@ -607,7 +638,7 @@ def test_a_pod_that_holds_a_gpu_alone_has_all_that_the_gpu_does(tmp_path: Path) 
     }
     blocks = 'k8s_node_name="n",gpu_uuid="GPU-0",k8s_namespace_name="ml",k8s_pod_name="idles"'
     answers: dict[str, dict[str, float]] = {
-        panels["gpu-workload/GPUs' worth of work/A"]: {"{}": 0.9},
+        panels["gpu-workload/Devices' worth of work/A"]: {"{}": 0.9},
         panels["gpu-workload/Power/A"]: {"{}": 470},
         panels["gpu-idle/Pods and what they block/B"]: {f"{{{blocks}}}": 70},
         "namespace:gpu_used:sum": {f"namespace:gpu_used:sum{{{ML}}}": 0.9},
