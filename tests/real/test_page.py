@@ -287,6 +287,24 @@ async def test_a_gpu_that_is_cut_is_found_and_marked_by_its_alerts_and_counts_on
         assert await page.value("document.getElementById('none').hidden")
 
 
+async def test_a_gpu_that_is_cut_has_the_colour_of_its_own_temperature(page: Page) -> None:
+    bench = Bench()
+    part = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb"}
+    devices = device("GPU-a", metrics={"temperature_celsius": 88}), device("MIG-1", mig=part), device("GPU-b")
+    bench.fleet.add_tick(tick(1, *devices), 1.0)
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#total", "1 node, 2 GPUs")
+        await choose(page, "metric", "temperature_celsius")
+        await page.shows("#scale", "88 °C")
+        await page.value("document.getElementById('map').focus()")
+        await page.press("Home")
+        assert "temperature of its GPU: 88 °C" in await page.text("#said")
+        assert await page.value(PIXEL) == "rgb(254, 232, 56)"
+        await page.press("ArrowRight")
+        assert "temperature: not known" in await page.text("#said")
+
+
 async def test_a_page_too_many_says_that_it_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_PAGES", 0)
     bench = Bench()

@@ -146,11 +146,15 @@ function tip(device, x, y) {
 
 function lines(device) {
   const said = [`${nodeName(device.node)} GPU ${device.index ?? "?"}${device.profile ? `, ${device.profile}` : ""}`, described(device)];
-  if (shown.metric) said.push(`${metricName(shown.metric)}: ${written(device.value, unitOf(shown.metric))}`);
+  const ofGpu = device.value === null && painted(device) !== null ? " of its GPU" : "";
+  if (shown.metric) said.push(`${metricName(shown.metric)}${ofGpu}: ${written(painted(device), unitOf(shown.metric))}`);
   said.push(...device.holders.map(([namespace, pod, workload, team]) => [who([[namespace, pod]]), workload, team && `team ${team}`].filter(Boolean).join(", ")));
   said.push(`${device.holders.length ? "held" : "free"} for ${lasted(fleet.at - device.since)} or longer`, device.model);
   return said;
 }
+
+// The value that colours a device: a MIG device has no temperature or power of its own, but its GPU has.
+const painted = (device) => device.value ?? fleet.devices.get(device.parent)?.value ?? null;
 
 const unitOf = (key) => fleet.metrics.get(key)?.unit;
 
@@ -182,8 +186,9 @@ function show() {
       gpus.add(device.parent ?? device.uuid);
       if (device.cut) continue;
       counts[device.word] = (counts[device.word] ?? 0) + 1;
-      if (device.value !== null && device.value < low) low = device.value;
-      if (device.value !== null && device.value > high) high = device.value;
+      const value = painted(device);
+      if (value !== null && value < low) low = value;
+      if (value !== null && value > high) high = value;
     }
   }
   $("total").textContent = `${count(fleet.nodes.size, "node")}, ${count(gpus.size, "GPU")}`;
@@ -220,7 +225,7 @@ function paint(low, high) {
   if (!key) { map.paint = null; return; }
   const unit = unitOf(key);
   const [from, to] = unit === "ratio" ? [0, 1] : [Math.min(0, low), high > -Infinity ? Math.max(high, 1e-9) : 1];
-  map.paint = (device) => (device.value === null ? null : to > from ? (device.value - from) / (to - from) : 0);
+  map.paint = (device) => (painted(device) === null ? null : to > from ? (painted(device) - from) / (to - from) : 0);
   map.short = (value) => written(value, unit).replace(/ (%|W|°C)$/, "");
   let canvas = box.querySelector("canvas");
   if (!canvas) {
