@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
 from gpustream.output import table
 from tests.sinks.alerts import START_MS, alert, alert_record
-from topics.alerts import Alert
+from topics.alerts import Alert, AlertGpu
 from topics.times import time_of
 from topics.workloads import NodeWorkloads, Pod
 
@@ -186,6 +187,16 @@ def test_an_alert_of_a_node_says_so() -> None:
     node: Alert = alert("", name="NodeSilent", labels={}, annotations={}, severity="critical")
     row = alerts.row(node, time_of(START_MS + 90_000))
     assert (row.where, row.who, row.lasted) == ("c1/n1", "", "1m 30s")
+
+
+def test_an_alert_about_mig_devices_is_about_as_many_gpus_as_they_are_cut_from() -> None:
+    parts = [
+        AlertGpu(uuid=f"MIG-{node}-{index}-{number}", node=node, index=index)
+        for node, index, number in product(("n1", "n2"), (0, 1), range(7))
+    ]
+    where = [alerts.row(alert("x", gpus=tuple(gpus)), time_of(START_MS)).where for gpus in (parts, parts[:14])]
+
+    assert where == ["c1: 4 GPUs of 2 nodes", "c1/n1 GPU 0, 1"]
 
 
 def test_policies_are_listed_with_what_of_them_counts() -> None:

@@ -287,6 +287,17 @@ async def test_a_gpu_that_is_cut_is_found_and_marked_by_its_alerts_and_counts_on
         assert await page.value("document.getElementById('none').hidden")
 
 
+async def test_an_alert_about_mig_devices_is_about_as_many_gpus_as_they_are_cut_from(page: Page) -> None:
+    bench = Bench()
+    migs = [{"uuid": f"MIG-{n}", "parent_uuid": f"GPU-{n // 3}", "profile": "1g.10gb"} for n in range(6)]
+    parts = [device(part["uuid"], holder("p-0"), mig=part) for part in migs]
+    bench.fleet.add_tick(tick(1, device("GPU-0"), device("GPU-1"), *parts), 1.0)
+    bench.fleet.set_alert(b"1", alert(gpus=[{"uuid": part["uuid"], "node": "n1"} for part in migs]))
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#alerts", ", 2 GPUs")
+
+
 async def test_a_gpu_that_is_cut_has_the_colour_of_its_own_temperature(page: Page) -> None:
     bench = Bench()
     part = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb"}

@@ -284,7 +284,8 @@ function showAlerts() {
   map.alerted = new Set(fleet.alerts.flatMap((alert) => alert.gpus));
   const items = fleet.alerts.slice(0, 200).map((alert) => {
     const device = alert.gpus.map((uuid) => fleet.devices.get(uuid)).find(Boolean);
-    const where = `${alert.node}${alert.gpus.length > 1 ? `, ${alert.gpus.length} GPUs` : ""}`;
+    const gpus = new Set(alert.gpus.map((uuid) => fleet.devices.get(uuid)?.parent ?? uuid)).size;
+    const where = `${alert.node}${gpus > 1 ? `, ${gpus} GPUs` : ""}`;
     const place = device ? element("button", { type: "button", class: "link", onclick: () => choose(device) }, where) : element("span", {}, where);
     const head = element("div", { class: "head" }, element("b", {}, alert.name), element("span", { class: "faint" }, alert.severity), place);
     const said = element("p", {}, `${time(alert.since_ms)}: ${alert.summary}`);
