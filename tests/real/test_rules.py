@@ -560,7 +560,7 @@ def test_memory_is_that_of_each_gpu_once_also_of_one_that_is_cut_in_part_or_does
     }
     chosen = {"cluster": ".+", "node": ".*", "idle": "5m"}
     panels = {str(query): filled(query.expr, chosen) for query in queries() if query.board == "gpu-fleet"}
-    answers = {
+    answers: dict[str, dict[str, float]] = {
         panels["gpu-fleet/Memory used/A"]: {"{}": 60 / 290},
         panels["gpu-fleet/All nodes/D"]: {f"{{{N}}}": 60},
     }
