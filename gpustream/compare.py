@@ -9,7 +9,6 @@ On failure: what is wrong with Prometheus, on standard error. Exit code 1 for th
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import aiohttp
@@ -24,6 +23,7 @@ from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, co
 from gpustream.output import FAILED, failed, json_text, show
 from sinks.receiver import Credentials
 from sinks.settings import HttpSettings, url_errors
+from topics.topic import UNDECODABLE
 
 COLUMNS = ("gpu", "pod", "theirs", "their value", "ours", "our value", "verdict", "why")
 
@@ -43,6 +43,30 @@ class PrometheusError(Exception):
     """Prometheus could not be queried; the message says why."""
 
 
+class _Row(msgspec.Struct):
+    """A series in an answer, with one sample or those of a range. A native histogram has neither."""
+
+    metric: dict[str, str]
+    value: Sample | None = None
+    values: tuple[Sample, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "__name__" not in self.metric:
+            raise ValueError("a series has no name")
+
+
+class _Data(msgspec.Struct):
+    result: list[_Row]
+
+
+class _Response(msgspec.Struct):
+    """An answer of Prometheus, which writes each value as a string."""
+
+    status: str = ""
+    error: str = ""
+    data: _Data | None = None
+
+
 class PrometheusClient:
     """Queries one Prometheus at one moment. Every query may raise PrometheusError."""
 
@@ -57,18 +81,18 @@ class PrometheusClient:
             matchers = matchers[1:-1]
         extra_matchers = f",{matchers}" if matchers else ""
         counts = await self._query(f'count by (__name__) ({{__name__=~"{_NAME_PATTERN}"{extra_matchers}}})')
-        names = sorted(series["metric"]["__name__"] for series in counts)
+        names = sorted(reading.name for reading in counts)
         readings: list[Reading] = []
         for start in range(0, len(names), _NAMES_PER_QUERY):
             selector = f'{{__name__=~"{"|".join(names[start : start + _NAMES_PER_QUERY])}"{extra_matchers}}}'
-            current = {frozenset(series["metric"].items()): series for series in await self._query(selector)}
-            for series in await self._query(f"{selector}[{int(window_s * 1000)}ms]"):
-                ended = current.pop(frozenset(series["metric"].items()), None) is None
-                readings.append(Reading(series["metric"], _samples(series["values"]), ended))
-            readings += [Reading(series["metric"], _samples([series["value"]])) for series in current.values()]
+            current = {frozenset(reading.labels.items()): reading for reading in await self._query(selector)}
+            for reading in await self._query(f"{selector}[{int(window_s * 1000)}ms]"):
+                ended = current.pop(frozenset(reading.labels.items()), None) is None
+                readings.append(reading._replace(ended=ended))
+            readings += current.values()
         return readings
 
-    async def _query(self, expression: str) -> list[dict[str, Any]]:
+    async def _query(self, expression: str) -> list[Reading]:
         try:
             headers, context = self._credentials.current()
             form = {"query": expression, "time": f"{self._at_s:.3f}"}
@@ -79,19 +103,14 @@ class PrometheusClient:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise PrometheusError(f"{self._url} can't be asked: {str(error) or type(error).__name__}") from error
         try:
-            response = msgspec.json.decode(text)
-            if response["status"] == "success":
-                result: list[dict[str, Any]] = response["data"]["result"]
-                with_values = {"value", "values"}  # a native histogram has none of them
-                return [series for series in result if series.keys() & with_values]
-            reason = response.get("error", text)
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-            reason = " ".join(text[:_MAX_ERROR_CHARS].split())
+            response = msgspec.json.decode(text, type=_Response, strict=False)
+        except UNDECODABLE:
+            response = _Response()
+        if response.status == "success" and response.data is not None:
+            samples_of = [(row.metric, row.values or (row.value and (row.value,))) for row in response.data.result]
+            return [Reading(labels, samples) for labels, samples in samples_of if samples]
+        reason = response.error or " ".join(text[:_MAX_ERROR_CHARS].split())
         raise PrometheusError(f"{self._url} answered {reply.status}: {reason}")
-
-
-def _samples(pairs: Iterable[tuple[float, str]]) -> tuple[Sample, ...]:
-    return tuple([Sample(float(at_s), float(value)) for at_s, value in pairs])
 
 
 async def gather(

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
@@ -356,8 +355,8 @@ async def test_a_series_whose_last_sample_is_older_than_the_window_is_there_with
     """As with an --interval or a --resolution of two minutes: a query for now finds it."""
     labels = {"__name__": "gpu_utilization", "gpu_uuid": "GPU-a"}
 
-    async def query(_: PrometheusClient, expression: str) -> list[dict[str, Any]]:
-        return [] if expression.endswith("ms]") else [{"metric": labels, "value": [1000.0, "0.5"]}]
+    async def query(_: PrometheusClient, expression: str) -> list[Reading]:
+        return [] if expression.endswith("ms]") else [Reading(labels, (Sample(1000.0, 0.5),))]
 
     monkeypatch.setattr(PrometheusClient, "_query", query)
     client = PrometheusClient("http://p", None, None, 1000.0)  # type: ignore[arg-type]
@@ -385,3 +384,45 @@ async def test_a_native_histogram_of_something_else_on_gpus_is_left_out() -> Non
         (reading,) = await client.readings("", 60)
 
     assert reading.labels == temperature
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"value": [1.0, "33"]},
+        {"metric": None, "value": [1.0, "33"]},
+        {"metric": {"gpu": "0"}, "value": [1.0, "33"]},
+        {"metric": {"__name__": ["gpu"]}, "value": [1.0, "33"]},
+        {"metric": {"__name__": "gpu"}, "value": "33"},
+        {"metric": {"__name__": "gpu"}, "values": [[1.0]]},
+        {"metric": {"__name__": "gpu"}, "value": [1.0, "warm"]},
+        "gpu",
+        json.loads("[" * 900 + "]" * 900),
+    ],
+)
+async def test_an_answer_that_is_none_of_prometheus_is_a_sentence(row: object) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        text = json.dumps({"status": "success", "data": {"result": [row]}})
+        return web.Response(text=text.replace("[" * 900, "[" * 90_000).replace("]" * 900, "]" * 90_000))
+
+    app = web.Application()
+    app.router.add_post("/api/v1/query", answer)
+    async with TestServer(app) as server, ClientSession() as session:
+        client = PrometheusClient(str(server.make_url("/")), session, Credentials(HttpSettings()), 1.0)
+        with pytest.raises(PrometheusError, match=r'answered 200: {"status": "success", "data"'):
+            await client.readings("", 60)
+
+
+@pytest.mark.parametrize("of_range", [True, False])
+async def test_a_series_with_the_samples_of_the_other_kind_of_query_is_read_as_it_is(*, of_range: bool) -> None:
+    labels = {"__name__": "gpu_temperature"}
+
+    async def answer(_: web.Request) -> web.Response:
+        samples = {"values": [[1.0, "33"]]} if of_range else {"value": [1.0, "33"]}
+        return web.json_response({"status": "success", "data": {"result": [{"metric": labels, **samples}]}})
+
+    app = web.Application()
+    app.router.add_post("/api/v1/query", answer)
+    async with TestServer(app) as server, ClientSession() as session:
+        client = PrometheusClient(str(server.make_url("/")), session, Credentials(HttpSettings()), 1.0)
+        assert await client.readings("", 60) == [Reading(labels, (Sample(1.0, 33.0),))]
