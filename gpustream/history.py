@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.sender import Sender
+from delivery.topic_watch import TopicWatch
 from topics.times import time_of
 from topics.topic import Topic
 
@@ -36,6 +38,7 @@ STALLED_S = 30.0
 """A broker that sends no record for this long, although there are some, does not answer."""
 
 _WAIT_MS = 500
+_METADATA_MS = 20_000
 _ANY_TIME_MS = 1
 _UNACKNOWLEDGED = 2000
 
@@ -114,14 +117,30 @@ class History:
                 raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {stalled_at}")
 
     async def after(self, spans: Mapping[Partition, Span], every_s: float = 0.0) -> AsyncIterator[Sequence[Any]]:
-        """The records after these spans, as they come, or those of each ``every_s`` together. Never ends."""
+        """The records after these spans, as they come, or those of each ``every_s`` together. Never ends.
+
+        A topic that is created again is read from its beginning. Raises BrokerError if it has other partitions.
+        """
         ends = {to_kafka(self.connection, tp): span.end for tp, span in spans.items()}
         self._consumer.assign(list(ends))
         for tp, offset in ends.items():
             self._consumer.seek(tp, offset)
+        topic_watch = TopicWatch({tp.topic for tp in ends})
+        self._consumer._client.cluster.add_listener(topic_watch.note)  # noqa: SLF001 - no public way
         while True:
-            for records in (await self._consumer.getmany(timeout_ms=_WAIT_MS)).values():
-                yield records
+            batches = await self._consumer.getmany(timeout_ms=_WAIT_MS)
+            missing = topic_watch.missing.copy()
+            for tp, records in batches.items():
+                if tp.topic not in missing:
+                    yield records
+            for topic, expected in Counter(tp.topic for tp in ends).items():
+                count = len(self._consumer.partitions_for_topic(topic) or ())
+                if count not in (0, expected):
+                    raise BrokerError(f"{topic} has {count} partitions, and had {expected} before: run this again")
+                if count and topic in missing:
+                    for tp in [tp for tp in ends if tp.topic == topic]:
+                        self._consumer.seek(tp, 0)
+                    topic_watch.missing.discard(topic)
             await asyncio.sleep(every_s)
 
     async def record(self, tp: Partition, offset: int) -> Any | None:
@@ -223,7 +242,8 @@ async def opened(
     if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in descriptions]:
         command = topic_admin.command(connection)
         raise BrokerError(f"there is no topic {missing[0]} at {connection}: `{command}` makes it")
-    consumer = await connect_consumer(connection, auto_offset_reset="earliest", max_poll_records=None)
+    options = {"auto_offset_reset": "earliest", "max_poll_records": None, "metadata_max_age_ms": _METADATA_MS}
+    consumer = await connect_consumer(connection, **options)
     try:
         partitions = {connection.unprefixed(name): description.partitions for name, description in descriptions.items()}
         kept_ms = {

@@ -18,11 +18,11 @@ TICKS, ALERTS = "gpu.attributed", "gpu.alerts"
 
 
 class Kafka:
-    """A broker whose topics have one partition each, and the client that reads from it."""
+    """A broker that has records in the first partition of each topic, and the client that reads from it."""
 
     def __init__(self) -> None:
         self.logs = {topic: [f"{topic} {number}" for number in range(3)] for topic in (TICKS, ALERTS)}
-        self.present = {TICKS, ALERTS}
+        self.present, self.partitions = {TICKS, ALERTS}, 1
         self.positions: dict[TopicPartition, int] = {}
         self.unauthorized_topics: set[str] = set()
         self.listeners: list[Callable[[Any], None]] = []
@@ -42,7 +42,7 @@ class Kafka:
         self.get_metadata(*self.present)
 
     def partitions_for_topic(self, topic: str) -> set[int] | None:
-        return {0} if topic in self.present else None
+        return set(range(self.partitions)) if topic in self.present else None
 
     def assign(self, tps: Sequence[TopicPartition]) -> None:
         self.positions = dict.fromkeys(tps, 0)
