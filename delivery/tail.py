@@ -107,7 +107,8 @@ class Tail:
                     batches = await consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_RECORDS)
                 except KafkaError as error:
                     await self._retry(error)
-                    continue
+                    batches = {}
+                self._check_partitions(tps)  # first: no broker answers for one that is gone
                 missing = self._topic_watch.missing.copy()
                 for tp, records in batches.items():
                     if tp.topic not in missing:
@@ -138,7 +139,7 @@ class Tail:
                 await self._retry(error)
 
     async def _watch_ends(self, tps: list[Partition]) -> None:
-        """Look up the ends of the partitions, wait until they are read, and so on. Raises MustRestart."""
+        """Look up the ends of the partitions, wait until they are read, and so on."""
         while True:
             asked_s = time.monotonic()
             try:
@@ -150,15 +151,20 @@ class Tail:
                 }:
                     self._behind = behind
                     await asyncio.sleep(_CHECK_EVERY_S / 5)
+                    new_ends = await self._offsets.ends(list(behind))  # smaller, if it is another log by now
+                    ends = {tp: min(ends[tp], end) for tp, end in new_ends.items()}
                 self._behind, self._read_to_end_s = {}, asked_s
             except KafkaError as error:
                 await self._retry(error)
-            for topic, expected in Counter(tp.topic for tp in tps).items():
-                name = self._connection.prefixed(topic)
-                count = len(self._consumer.partitions_for_topic(name) or ())
-                if count not in (0, expected):
-                    raise MustRestart(f"{name} has {count} partitions, and had {expected} when this process started")
             await asyncio.sleep(_CHECK_EVERY_S)
+
+    def _check_partitions(self, tps: list[Partition]) -> None:
+        """Raise MustRestart if a topic has other partitions than these."""
+        for topic, expected in Counter(tp.topic for tp in tps).items():
+            name = self._connection.prefixed(topic)
+            count = len(self._consumer.partitions_for_topic(name) or ())
+            if count not in (0, expected):
+                raise MustRestart(f"{name} has {count} partitions, and had {expected} when this process started")
 
     async def _retry(self, error: KafkaError) -> None:
         """Log the error, if that is due, and wait before the next attempt."""

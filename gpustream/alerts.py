@@ -2,8 +2,8 @@
 
 In:       gpu.alerts, read whole and in no group; with ``--policies`` gpu.workloads.
 Out:      a table on a terminal, tab-separated fields elsewhere, or the records as JSON lines, on standard output.
-On failure: a broker that does not answer or has no such topic is a sentence and exit code 1, and so is later a topic that
-has got other partitions; an outage is waited out then. A record that can't be decoded is logged and passed over.
+On failure: a broker that does not answer or has no such topic is a sentence and exit code 1, and so is later a topic
+that has got other partitions; an outage is waited out then. A record that can't be decoded is logged and passed over.
 """
 
 import contextlib

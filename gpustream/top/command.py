@@ -2,8 +2,8 @@
 
 In:       gpu.attributed from six minutes ago, of a large fleet from later, and gpu.alerts whole; in no consumer group.
 Out:      the terminal application; lines, if standard output is no terminal.
-On failure: a broker that does not answer or lacks a topic is a sentence and exit code 1, and so is later a topic that has
-got other partitions; an outage is waited out then, and the screen says that nothing comes. A record that can't be
+On failure: a broker that does not answer or lacks a topic is a sentence and exit code 1, and so is later a topic that
+has got other partitions; an outage is waited out then, and the screen says that nothing comes. A record that can't be
 decoded is logged and passed over.
 """
 

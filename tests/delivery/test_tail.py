@@ -1,15 +1,18 @@
 """A reader without a group, with a client in memory: the log of a topic that was missing is read from its start."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
+from aiokafka.errors import KafkaTimeoutError
 
 from delivery import tail as module
 from delivery.connection import Connection
+from delivery.group import MustRestart
 from delivery.ledger import Partition
 from delivery.tail import Tail
 from tests.eventually import eventually
@@ -27,6 +30,8 @@ class Kafka:
         self.unauthorized_topics: set[str] = set()
         self.listeners: list[Callable[[Any], None]] = []
         self.during_a_poll: Callable[[], None] | None = None
+        self.flows = asyncio.Event()
+        self.flows.set()
         self._client, self.cluster = self, self
 
     def get_metadata(self, *topics: str) -> None:
@@ -55,12 +60,13 @@ class Kafka:
 
     async def getmany(self, **_: object) -> dict[TopicPartition, list[Any]]:
         await asyncio.sleep(0)
+        await self.flows.wait()
         if self.during_a_poll is not None:
             self.during_a_poll()
             self.during_a_poll = None
         batches = {}
         for tp, position in self.positions.items():
-            if values := self.logs[tp.topic][position:] if tp.topic in self.present else []:
+            if not tp.partition and (values := self.logs[tp.topic][position:] if tp.topic in self.present else []):
                 batches[tp] = [SimpleNamespace(value=value) for value in values]
                 self.positions[tp] = position + len(values)
         return batches
@@ -77,28 +83,53 @@ class Kafka:
         """Nothing to close."""
 
     async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        if any(tp.partition >= self.partitions for tp in tps):
+            raise KafkaTimeoutError
         return dict.fromkeys(tps, 0)
 
     async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        return {tp: len(self.logs[tp.topic]) for tp in tps}
+        return {tp: 0 if tp.partition else len(self.logs[tp.topic]) for tp in tps}
 
     offsets_at = beginnings
 
 
-async def test_the_log_of_a_topic_that_was_missing_for_a_moment_is_read_from_its_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The new log has more records than the old one had, before the client notices that it is another one."""
-    kafka, taken = Kafka(), list[str]()
+@pytest.fixture
+def kafka(monkeypatch: pytest.MonkeyPatch) -> Kafka:
+    """What a tail reads from."""
+    kafka = Kafka()
 
     async def connect_consumer(*_: object, **__: object) -> Kafka:
         return kafka
 
     async def wait(_: asyncio.Event) -> object:
-        return SimpleNamespace(partitions={TICKS: 1, ALERTS: 1})
+        return SimpleNamespace(partitions=dict.fromkeys((TICKS, ALERTS), kafka.partitions))
 
-    def take(topic: str, records: Sequence[Any]) -> None:
+    monkeypatch.setattr(module, "connect_consumer", connect_consumer)
+    monkeypatch.setattr(module, "OffsetClient", lambda *_, **__: kafka)
+    monkeypatch.setattr(module, "TopicCheck", lambda *_: SimpleNamespace(wait=wait, not_ready=list))
+    return kafka
+
+
+@contextlib.asynccontextmanager
+async def reading(taken: list[str]) -> AsyncIterator[tuple[Tail, "asyncio.Task[None]"]]:
+    """A tail that reads both topics from their beginning, and its task."""
+
+    def take(_: str, records: Sequence[Any]) -> None:
         taken.extend(record.value for record in records)
+
+    tail = Tail(Connection("127.0.0.1:1"), {TICKS: "earliest", ALERTS: "earliest"}, take, client_id="c")
+    stop = asyncio.Event()
+    running = asyncio.create_task(tail.run(stop))
+    try:
+        yield tail, running
+    finally:
+        stop.set()
+        await asyncio.wait([running])
+
+
+async def test_the_log_of_a_topic_that_was_missing_for_a_moment_is_read_from_its_start(kafka: Kafka) -> None:
+    """The new log has more records than the old one had, before the client notices that it is another one."""
+    taken = list[str]()
 
     def recreate() -> None:
         kafka.get_metadata(ALERTS)
@@ -106,17 +137,39 @@ async def test_the_log_of_a_topic_that_was_missing_for_a_moment_is_read_from_its
         kafka.logs[ALERTS].append("one more")
         kafka.get_metadata(TICKS, ALERTS)
 
-    monkeypatch.setattr(module, "connect_consumer", connect_consumer)
-    monkeypatch.setattr(module, "OffsetClient", lambda *_, **__: kafka)
-    monkeypatch.setattr(module, "TopicCheck", lambda *_: SimpleNamespace(wait=wait))
-    tail = Tail(Connection("127.0.0.1:1"), {TICKS: "earliest", ALERTS: "earliest"}, take, client_id="c")
-    stop = asyncio.Event()
-    running = asyncio.create_task(tail.run(stop))
-    await eventually(lambda: len(taken) == 6, unless=running)
-    taken.clear()
-    kafka.during_a_poll = recreate
-    await eventually(lambda: "new 4" in taken, unless=running)
-    stop.set()
-    await running
+    async with reading(taken) as (_, running):
+        await eventually(lambda: len(taken) == 6, unless=running)
+        taken.clear()
+        kafka.during_a_poll = recreate
+        await eventually(lambda: "new 4" in taken, unless=running)
 
     assert taken == ["one more", *[f"new {number}" for number in range(5)]]
+
+
+async def test_a_log_that_becomes_shorter_before_it_was_read_to_its_end_is_read_to_its_new_end(kafka: Kafka) -> None:
+    """As that of a topic that is deleted and created again, or one that lost records in an unclean election."""
+    taken = list[str]()
+    kafka.flows.clear()
+    async with reading(taken) as (tail, running):
+        await eventually(lambda: "6 records are left" in str(tail.not_ready()), unless=running)
+        kafka.logs[TICKS] = ["new 0"]
+        kafka.flows.set()
+        await eventually(lambda: tail.not_ready() == [], unless=running)
+        assert "new 0" in taken
+
+
+async def test_a_topic_that_is_created_again_with_fewer_partitions_ends_the_process(kafka: Kafka) -> None:
+    """No broker answers for the partitions that it had: the reader does not wait for them."""
+    taken = list[str]()
+
+    def recreate() -> None:
+        kafka.get_metadata(ALERTS)
+        kafka.partitions = 2
+        kafka.get_metadata(TICKS, ALERTS)
+
+    kafka.partitions = 3
+    async with reading(taken) as (_, running):
+        await eventually(lambda: len(taken) == 6, unless=running)
+        kafka.during_a_poll = recreate
+        with pytest.raises(MustRestart, match="has 2 partitions, and had 3 when this process started"):
+            await asyncio.wait_for(running, 60)

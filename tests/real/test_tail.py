@@ -81,21 +81,22 @@ async def test_what_was_logged_before_is_not_read(kafka: KafkaServer) -> None:
     await running
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 async def test_a_topic_that_is_created_again_is_read_on_or_ends_the_process_if_its_partitions_differ(
-    kafka: KafkaServer,
+    kafka: KafkaServer, before: int, after: int
 ) -> None:
     bench = Bench(kafka, since_s=60.0)
-    bench.create(1)
+    bench.create(before)
     await bench.send(b"a", b"b")
     tail, running = bench.start()
     await eventually(lambda: tail.not_ready() == [], unless=running)
     admin = kafka.admin()  # a client that nothing refers to gives up what it was asked
     admin.delete_topics([bench.name])[bench.name].result(LIMIT_S)
     await eventually(lambda: bench.name not in kafka.topics(), every_s=0.1)
-    bench.create(2)
+    bench.create(after)
     await bench.send(b"again")
 
-    with pytest.raises(MustRestart, match="has 2 partitions, and had 1"):
+    with pytest.raises(MustRestart, match=f"has {after} partitions, and had {before}"):
         await asyncio.wait_for(running, 120)
 
 
