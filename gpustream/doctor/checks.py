@@ -7,7 +7,6 @@ is one function and its row in ``CHECKS``.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from delivery.ledger import Partition
 from delivery.values import counted, duration_words
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.clocks import clocks
@@ -102,7 +101,7 @@ def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvide
     last_runs = {
         name: node.last_run[1]
         for name, node in sending.items()
-        if not node.removed and Partition(samples.TOPIC.name, node.partition) not in situation.open_transactions
+        if not node.removed and not situation.hides(samples.TOPIC, node.partition)
     }
     silent = {
         name: run
@@ -215,7 +214,8 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
             continue
         with_kubelet += 1
         # the check of attribution reports the ticks of ``without_snapshot``
-        if run.last_snapshot_seq not in node.snapshots.get(run_id, ()) and not run.without_snapshot:
+        is_reported = run.without_snapshot or situation.hides(allocations.TOPIC, node.partition)
+        if run.last_snapshot_seq not in node.snapshots.get(run_id, ()) and not is_reported:
             findings.add(
                 f"{name}: the snapshot that its ticks name is not in {allocations.TOPIC.name}",
                 "it could not be written (an ACL, its size), or the topic was made again or keeps too little",
@@ -233,9 +233,10 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
     findings = Findings()
     totals = Counter[Fate]()
     for name, node in evidence.nodes.items():
+        hidden_snapshots = situation.hides(allocations.TOPIC, node.partition)
         for run_id, run in node.runs.items():
             totals.update(run.fates)
-            findings += _run_findings(name, run_id, run)
+            findings += _run_findings(name, run_id, run, hidden_snapshots=hidden_snapshots)
     group = next((group for group in situation.groups or () if group.name == ATTRIBUTION), None)
     if (
         group is None
@@ -290,8 +291,9 @@ def _deleted_finding(evidence: Evidence, ticks: int) -> Finding:
     )
 
 
-def _run_findings(name: NodeName, run_id: int, run: SampledRun) -> Iterator[Finding]:
-    """Findings for the ticks of a run that were lost, and for those not attributed by the snapshot that they name."""
+def _run_findings(name: NodeName, run_id: int, run: SampledRun, *, hidden_snapshots: bool) -> Iterator[Finding]:
+    """Findings for the ticks of a run that were lost, and for those not attributed by the snapshot that they name,
+    unless a transaction hides the snapshots: that is a finding already."""
     if run.fates["lost"]:
         yield Finding(
             f"{name}: {counted(run.fates['lost'], 'tick')} lost between {samples.TOPIC.name} and"
@@ -303,7 +305,7 @@ def _run_findings(name: NodeName, run_id: int, run: SampledRun) -> Iterator[Find
             " them back to before these records attributes them",
         )
     inexact = run.fates["late"] + run.fates["none"]
-    if not inexact:
+    if not inexact or (hidden_snapshots and run.without_snapshot == inexact):
         return
     if run.without_snapshot == inexact:
         cause = "the snapshots that they name are not in gpu.allocations"
@@ -324,7 +326,10 @@ def _run_findings(name: NodeName, run_id: int, run: SampledRun) -> Iterator[Find
 
 def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
     """Checks that one cluster producer leads in each cluster, and that it knows each node that has pods."""
-    clusters = {name.cluster for name, node in evidence.nodes.items() if node.runs and node.snapshots}
+    nodes = {
+        name: node for name, node in evidence.nodes.items() if not situation.hides(workloads.TOPIC, node.partition)
+    }
+    clusters = {name.cluster for name, node in nodes.items() if node.runs and node.snapshots}
     if not evidence.listed_ms:
         return CheckResult(
             f"no cluster producer writes {workloads.TOPIC.name}: pods have no owners and no labels" if clusters else "-"
@@ -358,7 +363,7 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
             " readers drop them",
             "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
         )
-    for name, node in evidence.nodes.items():
+    for name, node in nodes.items():
         if (
             node.runs
             and node.has_holders

@@ -12,6 +12,7 @@ from delivery.ledger import Partition
 from delivery.topic_admin import COMMAND, Mismatch
 from delivery.values import duration_words
 from gpustream.doctor.evidence import Evidence, NodeName
+from topics.topic import Topic
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -206,3 +207,7 @@ class Situation(NamedTuple):
     def ago(self, at_ms: float) -> str:
         """How long ago a time was, as text."""
         return f"{duration_words(max(0, self.now_ms - at_ms))} ago"
+
+    def hides(self, topic: Topic, partition: int) -> bool:
+        """Whether a transaction hides the newest records of a partition."""
+        return Partition(topic.name, partition) in self.open_transactions

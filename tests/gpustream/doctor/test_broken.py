@@ -71,6 +71,12 @@ def behind_a_transaction(topic: str) -> Situation:
     return situation._replace(now_ms=now_ms, open_transactions=hanging)
 
 
+def hidden(topic: str, situation: Situation) -> Situation:
+    """The same, while a transaction is open in a topic."""
+    hanging = {Partition(topic, 0): OpenTransaction(12, 345, situation.now_ms - 2 * MINUTE_MS)}
+    return situation._replace(open_transactions=hanging)
+
+
 def left_behind(name: str, topic: str = "gpu.attributed", committed: int = 20) -> Group:
     """A group that had not read all when the log was cut at offset 61."""
     partition = Partition(topic, 0)
@@ -138,6 +144,26 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "a producer of transactions hangs in gpu.samples": (
         lambda: behind_a_transaction("gpu.samples"),
         "gpu.samples: 1 partition can't be read to the end | describe-producers --topic gpu.samples --partition 0",
+    ),
+    "a producer of transactions hangs in gpu.allocations, and ticks were late": (
+        lambda: hidden("gpu.allocations", see([*healthy(), attributed(61, "late"), sample(61, named=2)])),
+        "gpu.allocations: 1 partition can't be read to the end",
+    ),
+    "a producer of transactions hangs in gpu.allocations, and ticks wait": (
+        lambda: hidden("gpu.allocations", see([*healthy(), sample(61, named=2)], finished=61)),
+        "gpu.allocations: 1 partition can't be read to the end",
+    ),
+    "a producer of transactions hangs in gpu.workloads, and a cluster is new": (
+        lambda: hidden("gpu.workloads", see([workloads("other"), *healthy()[1:]])),
+        "gpu.workloads: 1 partition can't be read to the end",
+    ),
+    "a producer of transactions hangs in gpu.workloads, and a node is new": (
+        lambda: hidden("gpu.workloads", see([*healthy(), *map(_holding, healthy(["m"])[1:])])),
+        "gpu.workloads: 1 partition can't be read to the end",
+    ),
+    "a producer of transactions hangs in gpu.workloads for long": (
+        lambda: hidden("gpu.workloads", see([unlisted(8 * MINUTE_MS), *healthy()[1:]])),
+        "gpu.workloads: 1 partition can't be read to the end",
     ),
     "a producer of transactions hangs in gpu.dead-letters": (
         lambda: behind_a_transaction("gpu.dead-letters"),
