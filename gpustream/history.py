@@ -126,7 +126,9 @@ class History:
         for tp, offset in ends.items():
             self._consumer.seek(tp, offset)
         topic_watch = TopicWatch({tp.topic for tp in ends})
-        self._consumer._client.cluster.add_listener(topic_watch.note)  # noqa: SLF001 - no public way
+        cluster = self._consumer._client.cluster  # noqa: SLF001 - no public way
+        cluster.add_listener(topic_watch.note)
+        topic_watch.note(cluster)
         while True:
             batches = await self._consumer.getmany(timeout_ms=_WAIT_MS)
             missing = topic_watch.missing.copy()
