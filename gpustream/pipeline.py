@@ -65,13 +65,15 @@ class Tail:
         self._consumer = clients.consumer(
             self._connection,
             *[self._connection.prefixed(module.TOPIC.name) for module in (attributed, alerts, dead_letters)],
-            auto_offset_reset="latest",
+            auto_offset_reset="earliest",
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             fetch_max_bytes=_FETCH_BYTES,
             max_partition_fetch_bytes=_FETCH_BYTES,
         )
         await self._consumer.start()
         partitions = self._consumer.assignment()
+        self._consumer.unsubscribe()  # with a topic that is deleted and created again, its partitions would go
+        self._consumer.assign(list(partitions))
         from_beginning = [
             tp for tp in partitions if clients.from_kafka(self._connection, tp).topic == alerts.TOPIC.name
         ]

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import time
 from typing import Any, NamedTuple
 
 import pytest
 
 from delivery import topic_admin
+from gpustream.pipeline import Tail
+from gpustream.ticks import Tick as ReadTick
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.outcomes import Outcome
@@ -54,12 +57,13 @@ def pipeline(kafka: str, grace_s: float = 0.5) -> Pipeline:
     )
 
 
-def recreate(kafka: KafkaServer, topic: str) -> None:
-    """Delete a topic, and create it again as it was."""
+def recreate(kafka: KafkaServer, topic: str, after_s: float = 0.0) -> None:
+    """Delete a topic, and create it again as it was, some time later."""
     admin = kafka.admin()  # a client that nothing refers to gives up what it was asked
     for future in admin.delete_topics([topic], operation_timeout=ASK_TIMEOUT_S).values():
         future.result(ASK_TIMEOUT_S)
     kafka.wait_until(lambda: topic not in kafka.topics())
+    time.sleep(after_s)
     kafka.create_ours({topic: PARTITIONS})
 
 
@@ -114,3 +118,30 @@ async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_be
     async with running(successor.attribution, successor.scrape):
         await eventually(lambda: samples.keys() <= set(successor.delivered))
     assert first_stream.failures == successor.failures == []
+
+
+async def test_a_run_sees_every_tick_of_the_new_log(empty_kafka: KafkaServer) -> None:
+    await topic_admin.create(empty_kafka.connection, partitions=PARTITIONS, replication_factor=1)
+    process, seen = pipeline(empty_kafka.address), list[Tick]()
+
+    def see(tick: ReadTick) -> None:
+        seen.append((tick.cluster, tick.node, tick.run_id, tick.seq))
+
+    async def are_all_seen() -> bool:
+        ticks = await records(empty_kafka, "gpu.attributed")
+        return len(ticks) >= ENOUGH and ticks.keys() <= set(seen)
+
+    tail = Tail(empty_kafka.connection, see, lambda _: None, lambda _: None)
+    await tail.start()
+    reading = asyncio.create_task(tail.run())
+    try:
+        async with running(process.attribution, process.fleet):
+            await eventually(lambda: len(seen) >= ENOUGH, unless=reading)
+            await asyncio.to_thread(recreate, empty_kafka, "gpu.attributed", after_s=2.0)  # clients notice it meanwhile
+            begun = len(seen)
+            await eventually(lambda: len(seen) >= begun + ENOUGH, within_s=120, unless=reading)
+        await eventually(are_all_seen, every_s=0.5)
+    finally:
+        reading.cancel()
+        await tail.stop()
+    assert len(seen) == len(set(seen))
