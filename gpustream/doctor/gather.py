@@ -41,8 +41,6 @@ from topics import allocations, attributed, dead_letters, samples, workloads
 GROUP_PREFIX = "gpustream-"
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-_ODD_ANSWERS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
-"""What is raised if an answer is no JSON, or not that of a Prometheus."""
 
 _BROKERS_DIFFER_MS = 60_000
 """How much the clocks of two brokers may differ: the output of a tick may have an earlier log time than the tick."""
@@ -286,7 +284,7 @@ async def query_prometheus(url: str) -> Prometheus:
             for rule in group.get("rules") or []
             if rule.get("health") == "err"
         }
-    except (aiohttp.ClientError, TimeoutError, *_ODD_ANSWERS) as error:
+    except (aiohttp.ClientError, TimeoutError, *kubernetes.ODD_ANSWERS) as error:
         return Prometheus(_without_password(base), {}, describe(error))
     accepts_remote_write = flags.get("web.enable-remote-write-receiver") if flags else None
     return Prometheus(

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from delivery.kafka_errors import describe
 from delivery.kubernetes.client import Answer, Client, Unreachable, message
 from delivery.kubernetes.credentials import ConfigError
 from gpustream.doctor.situation import Cluster, Json
@@ -23,6 +24,9 @@ _SELECTOR = {"labelSelector": "app.kubernetes.io/name=gpustream"}
 COMPONENT = "app.kubernetes.io/component"
 OWNERS = ("daemonsets", "statefulsets", "deployments")
 LEASE_VARIABLE = "GPUSTREAM_LEASE"
+ODD_ANSWERS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""What is raised if an answer is no JSON, or has another shape than that of the API that was asked."""
+
 _PAGE = "500"
 _LOG_LINES = "3"
 
@@ -125,6 +129,8 @@ async def inspect(kubeconfig: Path | None, namespace: str) -> Cluster:
         return await _inspect(_ApiReader(client), namespace)
     except (ConfigError, Unreachable) as error:
         return Cluster(namespace, error=str(error))
+    except ODD_ANSWERS as error:
+        return Cluster(namespace, error=f"its answer has no objects of Kubernetes: {describe(error)}")
     finally:
         await client.close()
 

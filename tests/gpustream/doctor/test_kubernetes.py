@@ -26,6 +26,15 @@ def whole(body: bytes) -> Behaviour:
             whole(b'{"metadata": {"continue": "1"}, "items": []}'),
             "/api/v1/namespaces/gpustream/pods: all pages of the list name the same next one",
         ),
+        (whole(b'{"items": [{}]}'), "its answer has no objects of Kubernetes: KeyError: 'metadata'"),
+        (
+            whole(b'{"items": [null]}'),
+            "its answer has no objects of Kubernetes: AttributeError: 'NoneType' object has no attribute 'get'",
+        ),
+        (
+            whole(b'{"items": [{"metadata": {"name": "a"}, "spec": null}]}'),
+            "its answer has no objects of Kubernetes: TypeError: 'NoneType' object is not subscriptable",
+        ),
         (answers(302, "elsewhere"), "HTTP 302: elsewhere"),
         (answers(401, "Unauthorized"), "HTTP 401: Unauthorized"),
         (answers(503, "etcd is away"), "HTTP 503: etcd is away"),
