@@ -30,6 +30,7 @@ Decorator = Callable[[F], F]
 
 _ERRORS = "gpustream.errors"
 _INVALID = "gpustream.invalid"
+_OPTION = re.compile(r"--[\w-]+")
 _UNBROKEN_HYPHEN = "\u2011"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
@@ -150,22 +151,24 @@ class Command(click.Command):
         """Parses everything, then raises :class:`UsageErrors` if anything was wrong."""
         ctx.ignore_unknown_options = ctx.allow_extra_args = True
         errors: list[str] = []
+        without_value: set[str | None] = set()
         while True:
             try:
                 extra_args = super().parse_args(ctx, list(args))
                 break
             except click.BadOptionUsage as error:
                 errors.append(error.format_message())
+                without_value.add(error.option_name)
                 args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
-        errors += ctx.meta.get(_ERRORS, ())
+        errors += [error for error in ctx.meta.get(_ERRORS, ()) if without_value.isdisjoint(_OPTION.findall(error))]
         unknown = [arg.partition("=")[0] for arg in extra_args if arg.startswith("-") and arg != "-"]
         valid_names = [name for param in self.get_params(ctx) for name in param.opts]
         errors += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments
             errors += [f"Got an unexpected argument {arg!r}." for arg in extra_args]
-        invalid = ctx.meta.get(_INVALID, set())
+        invalid = ctx.meta.get(_INVALID, set()) | without_value
         checked = self.check(ctx.params) if self.check else ()
-        errors += [error for error in checked if invalid.isdisjoint(re.findall(r"--[\w-]+", error))]
+        errors += [error for error in checked if invalid.isdisjoint(_OPTION.findall(error))]
         if errors and not ctx.resilient_parsing:
             raise UsageErrors(errors, ctx)
         return []

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from delivery.settings import DURATION, HEADER, ComponentSpec, KafkaSettings, Option
 from delivery.values import Address
 from gpustream import command
+from gpustream.cli import main
 from gpustream.command import Command, ProcessSettings, options
 from gpustream.output import failed, show
 from gpustream.serve import Component
@@ -72,6 +73,14 @@ def test_what_is_wrong_together_is_reported_with_the_rest() -> None:
 
     assert "2 mistakes" in result.stderr
     assert "--interval must be at least 1 s" in result.stderr
+
+
+def test_an_option_without_its_value_is_one_mistake() -> None:
+    result = _run("--kafka", GPUSTREAM_KAFKA="")
+    required = CliRunner().invoke(main, ["sink", "remote-write", "--kafka", "kafka-0:9092", "--url"])
+
+    assert "Error: Option '--kafka' requires an argument." in result.stderr
+    assert "Error: Option '--url' requires an argument." in required.stderr
 
 
 def test_a_missing_option_does_not_hide_other_errors() -> None:
