@@ -18,7 +18,7 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
     return False
 
 
-async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Do the work, and cancel it once ``stop`` is set. Returns when it has ended, and whether it was not cancelled.
     Raises what the work raises."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())

@@ -19,7 +19,7 @@ from delivery.connection import Connection
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, SettingsUnknown, TopicDescription, connect
 from delivery.log_throttle import LogThrottle
 from delivery.settings import TopicAccess
-from delivery.tasks import set_within
+from delivery.tasks import until_stopped
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 _AT_LEAST = ("retention.ms", "max.message.bytes")  # a larger value is as good; retention.ms of -1 is for ever
@@ -277,6 +277,7 @@ class TopicCheck:
     def __init__(self, connection: Connection, uses: TopicAccess) -> None:
         self._connection, self._uses = connection, uses
         self._reasons: list[str] = [f"no Kafka broker has answered at {connection} yet"]
+        self._checked: Checked | None = None
 
     def not_ready(self) -> list[str]:
         """The reasons why they may not be used; empty once they may."""
@@ -284,10 +285,12 @@ class TopicCheck:
 
     async def wait(self, stop: asyncio.Event) -> Checked | None:
         """Wait until the topics may be used, and return them; None if ``stop`` is set before."""
+        await until_stopped(stop, self._check_until_usable())
+        return self._checked
+
+    async def _check_until_usable(self) -> None:
         throttle = LogThrottle()
         for delay_s in backoff(CHECK_AGAIN_S):
-            if stop.is_set():
-                break
             try:
                 checked = await check(self._connection, self._uses)
             except ContractMismatch as error:
@@ -301,10 +304,9 @@ class TopicCheck:
                     log.info(
                         "the topics can be used: %s", ", ".join(map(self._connection.prefixed, checked.partitions))
                     )
-                self._reasons = []
-                return checked
+                self._reasons, self._checked = [], checked
+                return
             if throttle.is_due("; ".join(reasons)):
                 log.warning("waiting for topics that can be used: %s", "; ".join(reasons))
             self._reasons = reasons
-            await set_within(stop, delay_s)
-        return None
+            await asyncio.sleep(delay_s)

@@ -39,6 +39,7 @@ from delivery.settings import (
     Option,
     TopicAccess,
 )
+from delivery.tasks import until_stopped
 from gpustream import alerts, command, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
 from gpustream.embedded import PARTITIONS, EmbeddedBroker, EmbeddedBrokerError
@@ -222,7 +223,8 @@ class OneProcess:
         duration_s = self._settings.duration_s
         if duration_s is None and not self._settings.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._connection, TopicAccess(reads=tuple(TOPICS)))
+        if not await until_stopped(stop, topic_admin.check(self._connection, TopicAccess(reads=tuple(TOPICS)))):
+            return 0
         tail = Tail(self._connection, self._on_tick, self._on_alert, self._tally.dead_lettered)
         sinks = [*self._sinks.values(), *([self._page] if self._page else [])]
         pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._check, self._behind)

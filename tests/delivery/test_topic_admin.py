@@ -1,5 +1,6 @@
 """The topics of a broker against those that it must have, without a broker and on an embedded one."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -188,6 +189,22 @@ async def test_an_unreachable_broker_is_named() -> None:
 
         with pytest.raises(BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
             await topic_admin.check(Connection(address), TopicAccess(("gpu.samples",)))
+
+
+async def test_a_stop_does_not_wait_for_a_broker_that_says_nothing() -> None:
+    stop = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stop.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    check = topic_admin.TopicCheck(
+        Connection(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"), TopicAccess(("gpu.samples",))
+    )
+    async with server, asyncio.timeout(5):
+        assert await check.wait(stop) is None
 
 
 def test_a_missing_topic_and_the_command_to_run_have_kafkas_name_of_it() -> None:
