@@ -1,13 +1,10 @@
 """``python -m gpustream``, and what the installed command calls."""
 
-import errno
 import io
 import os
 import sys
 
-from gpustream import cli
-
-_OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+from gpustream import cli, command
 
 
 def main() -> None:
@@ -25,9 +22,9 @@ def main() -> None:
     try:
         cli.main(prog_name="gpustream")
     except OSError as error:
-        if error.errno not in _OUTPUT_ERRORS:
+        if (sentence := command.output_failure(error)) is None:
             raise
-        sys.stderr.write(f"gpustream: can't write: {error.strerror}{f': {error.filename}' if error.filename else ''}\n")
+        sys.stderr.write(f"gpustream: {sentence}\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what was not written is tried again at the exit
         sys.exit(1)
 

@@ -9,6 +9,7 @@ Each option has one environment variable, ``GPUSTREAM_`` and its name, whatever 
 
 import dataclasses
 import difflib
+import errno
 import functools
 import logging
 import re
@@ -35,6 +36,16 @@ _UNBROKEN_HYPHEN = "\u2011"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
 """The options that show the help of any command."""
+
+
+_OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
+
+
+def output_failure(error: BaseException | None) -> str | None:
+    """What to say of an error if an output can't be written, as on a full disk; None of any other error."""
+    if not isinstance(error, OSError) or error.errno not in _OUTPUT_ERRORS:
+        return None
+    return f"can't write: {error.strerror}{f': {error.filename}' if error.filename else ''}"
 
 
 class UsageErrors(click.UsageError):

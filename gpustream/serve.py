@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 from prometheus_client import CollectorRegistry
 
 from delivery.values import Address
+from gpustream.command import output_failure
 from gpustream.health import Health, listening
 
 log = logging.getLogger(__name__)
@@ -169,11 +170,15 @@ def _flush_and_exit(code: int, exit_process: Exit) -> None:
 
 
 def _log_failure(error: Exception) -> int:
-    """Logs the error and returns the exit code. One with an ``exit_code`` is logged as its text and its ``advice``."""
+    """Logs the error and returns the exit code. One with an ``exit_code`` is logged as its text and its ``advice``, and
+    an output that can't be written as one line."""
     expected = [candidate for candidate in (error, error.__cause__) if hasattr(candidate, "exit_code")]
     if expected:
         log.critical("%s", "\n".join(filter(None, (str(error), getattr(expected[-1], "advice", "")))))
         return int(expected[-1].exit_code)  # type: ignore[union-attr] # which it has
+    if (sentence := output_failure(error) or output_failure(error.__cause__)) is not None:
+        log.critical("%s", sentence)
+        return FAILED
     log.critical("failed", exc_info=error)
     return FAILED
 

@@ -12,7 +12,7 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -74,6 +74,22 @@ def _is_cut(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
+
+
+@contextlib.contextmanager
+def _opened(truth: Path | None) -> Iterator[BinaryIO | None]:
+    """The truth, to add to it, if there is one. If it can't be written, the error names it."""
+    if truth is None:
+        yield None
+        return
+    try:
+        with truth.open("ab") as file:
+            if _is_cut(truth):
+                file.write(b"\n")  # or the first line would be added to the one that was cut
+            yield file
+    except OSError as error:
+        error.filename = error.filename or str(truth)
+        raise
 
 
 def truths(reading: NodeReading, behaviours: list[list[JsonDict]], tick: JsonDict) -> list[JsonDict]:
@@ -151,11 +167,7 @@ class SimulatedFleet:
         publishers = [publisher.run for publisher in self._publishers]
         beside = (self._sender.start, self._workloads.run, self._publish_news, *publishers)
         try:
-            with contextlib.ExitStack() as files:
-                truth = self._settings.truth
-                file = None if truth is None else files.enter_context(truth.open("ab"))
-                if truth is not None and file is not None and _is_cut(truth):
-                    file.write(b"\n")  # or the first line would be added to the one that was cut
+            with _opened(self._settings.truth) as file:
                 async with running(*(part() for part in beside)):
                     await self._tick(stop, file)
                     drains = [publisher.drain(self.drain_s) for publisher in self._publishers]

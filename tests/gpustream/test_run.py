@@ -92,6 +92,21 @@ def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:
     assert "the embedded broker ended" in err
 
 
+def test_a_summary_that_cannot_be_written_is_one_sentence_and_exit_code_1(port: int) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            _options(port, "--duration", "1s"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+
+    assert result.returncode == 1
+    assert result.stderr.endswith("CRITICAL gpustream.serve: can't write: No space left on device\n")
+
+
 def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         result = subprocess.run(

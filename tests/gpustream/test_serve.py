@@ -1,6 +1,7 @@
 """A component as a process: signals, exit codes, and an end that always comes."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -109,6 +110,17 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_a_component_that_fails_is_exit_code_1() -> None:
     assert serve.serve(lambda: FakeComponent(SETTINGS, RuntimeError("boom")), None, lambda _: None) == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_output_that_cannot_be_written_is_one_line(wrapped: bool, caplog: pytest.LogCaptureFixture) -> None:
+    error: Exception = OSError(errno.ENOSPC, "No space left on device", "truth.jsonl")
+    if wrapped:
+        error, error.__cause__ = Exception("simulated failed"), error
+
+    assert serve.serve(lambda: FakeComponent(SETTINGS, error), None, lambda _: None) == 1
+    assert caplog.messages[-1] == "can't write: No space left on device: truth.jsonl"
+    assert caplog.records[-1].exc_info is None
 
 
 def test_a_component_may_ask_to_be_restarted() -> None:

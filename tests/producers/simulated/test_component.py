@@ -211,6 +211,12 @@ async def test_a_truth_that_cannot_be_written_ends_it(tmp_path: Path) -> None:
     assert sender.stopped
 
 
+async def test_a_truth_on_a_full_disk_ends_it_and_is_named() -> None:
+    full = Path("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{full}'"):
+        await run(SimulatedFleet(settings(truth=full), sender=FakeSender(prompt=True)))
+
+
 async def test_a_sender_that_fails_ends_it_with_its_own_error() -> None:
     class Broken(FakeSender):
         async def start(self) -> None:
