@@ -2,9 +2,8 @@
 
 import io
 import os
+import signal
 import sys
-
-from gpustream import cli, command
 
 
 def main() -> None:
@@ -13,6 +12,12 @@ def main() -> None:
     A standard stream that was closed is /dev/null: otherwise the first socket would be in its place, and uvloop aborts
     the process when it closes that. What the locale's encoding has no sign for is a question mark on standard output.
     """
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if on_interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # during the imports it would be a traceback
+    from gpustream import cli, command
+
+    signal.signal(signal.SIGINT, on_interrupt)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)

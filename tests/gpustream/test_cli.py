@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,22 @@ def test_it_runs_as_a_module() -> None:
     result = subprocess.run([sys.executable, "-m", "gpustream", "--help"], check=True, capture_output=True, text=True)
 
     assert "Usage: gpustream" in result.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_loads_is_no_traceback() -> None:
+    interrupted = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("gpustream", run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, check=False)
+
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow
