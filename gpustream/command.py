@@ -12,6 +12,7 @@ import difflib
 import errno
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +32,13 @@ Decorator = Callable[[F], F]
 
 _ERRORS = "gpustream.errors"
 _INVALID = "gpustream.invalid"
+_VARIABLE = "GPUSTREAM_"
 _OPTION = re.compile(r"--[\w-]+")
+_OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 _UNBROKEN_HYPHEN = "\u2011"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
 """The options that show the help of any command."""
-
-
-_OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 
 def output_failure(error: BaseException | None) -> str | None:
@@ -49,9 +49,10 @@ def output_failure(error: BaseException | None) -> str | None:
 
 
 class UsageErrors(click.UsageError):
-    """Every error of a command line and its environment."""
+    """Every error of a command line and its environment, and the variables in it that are misspelt."""
 
     def __init__(self, errors: list[str], ctx: click.Context) -> None:
+        errors = errors + _misspelt_variables(name for param in ctx.command.params for name in param.opts)
         lines = errors if len(errors) == 1 else [f"{len(errors)} mistakes:", *(f"  {error}" for error in errors)]
         super().__init__("\n".join(lines), ctx)
 
@@ -87,6 +88,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A sentence with the choice that is most like the word; empty if none is like it."""
     close = difflib.get_close_matches(word, list(choices), n=1)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def _misspelt_variables(option_names: Iterable[str]) -> list[str]:
+    """What to say of each variable of the environment that is nearly one of these options', and so is not read."""
+    names = {envvar(name).removeprefix(_VARIABLE) for name in option_names if name.startswith("--")}
+    unread = [name.removeprefix(_VARIABLE) for name in os.environ if name.startswith(_VARIABLE)]
+    meant = [(name, difflib.get_close_matches(name, names, n=1, cutoff=0.8)) for name in unread if name not in names]
+    return [
+        f"{_VARIABLE}{name} is no variable of this command. Did you mean {_VARIABLE}{close[0]}?"
+        for name, close in meant
+        if close
+    ]
 
 
 class HelpFormatter(click.HelpFormatter):
@@ -197,7 +210,7 @@ class Command(click.Command):
 
 def envvar(option_name: str) -> str:
     """The environment variable of an option: ``--session-timeout`` is ``GPUSTREAM_SESSION_TIMEOUT``."""
-    return "GPUSTREAM_" + option_name.lstrip("-").replace("-", "_").upper()
+    return _VARIABLE + option_name.lstrip("-").replace("-", "_").upper()
 
 
 def option(name: str, *declarations: str, **attributes: Any) -> Decorator[Any]:

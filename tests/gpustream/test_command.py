@@ -61,6 +61,14 @@ def test_an_error_in_the_environment_names_the_variable() -> None:
     assert "GPUSTREAM_LOG_FORMAT" in result.stderr
 
 
+def test_an_error_names_a_misspelt_variable_that_was_not_read() -> None:
+    result = _run(GPUSTREAM_KAFKA="", GPUSTREAM_KAKFA="127.0.0.1:9092", GPUSTREAM_REAL_DIR="/")
+
+    assert result.exit_code == 2
+    assert "2 mistakes" in result.stderr
+    assert "GPUSTREAM_KAKFA is no variable of this command. Did you mean GPUSTREAM_KAFKA?" in result.stderr
+
+
 def test_one_error_is_one_sentence() -> None:
     result = _run("--interval", "soon")
 
