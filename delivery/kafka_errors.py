@@ -151,7 +151,10 @@ def of_connecting(
         return None
     if connection.has_tls:
         return "it closes the connection in the TLS handshake: give its port for TLS, or --kafka-security without ssl"
-    return "it closes the connection at the first request: it may want TLS, --kafka-security ssl or sasl-ssl"
+    return (
+        "it closes the connection at the first request: it may want TLS, --kafka-security ssl or sasl-ssl,"
+        " or be no Kafka broker"
+    )
 
 
 def _of_network(error: OSError, connection: Connection, advertised: str | None) -> str | None:

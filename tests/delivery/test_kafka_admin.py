@@ -224,6 +224,8 @@ async def test_a_command_with_one_request_reports_why_a_broker_closes_the_connec
 
     async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        with pytest.raises(BrokerUnavailable, match="it may want TLS, --kafka-security ssl or sasl-ssl"):
+        with pytest.raises(
+            BrokerUnavailable, match="it may want TLS, --kafka-security ssl or sasl-ssl, or be no Kafka"
+        ):
             async with connect(Connection(f"{host}:{port}")):
                 pass
