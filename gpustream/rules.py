@@ -7,6 +7,7 @@ On failure: errors of the file, each with its line, on standard error and exit c
           ticks are named there, left out, and make the exit code 1.
 """
 
+import codecs
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -196,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
         with click.open_file(str(path), "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield line, f"{name}:{number}"
+                    yield line.removeprefix(codecs.BOM_UTF8), f"{name}:{number}"
     except OSError as error:
         raise failed(f"{path}: {error.strerror}") from error
 

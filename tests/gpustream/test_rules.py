@@ -1,6 +1,7 @@
 """``gpustream rules``: a file's errors, and what it would have made of recorded ticks."""
 
 import asyncio
+import codecs
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -189,6 +190,13 @@ def test_of_many_lines_that_are_no_ticks_the_first_are_named(file: Path) -> None
     result = rules("test", str(file), "--input", "-", stdin=b"x\n" * 1000)
     assert len(result.stderr.splitlines()) == 21
     assert "0 ticks of 0 nodes, 1000 were none: 0 alerts" in result.stderr
+
+
+def test_a_byte_order_mark_before_the_ticks_is_no_part_of_the_first(file: Path) -> None:
+    result = rules("test", str(file), "--input", "-", stdin=codecs.BOM_UTF8 + b"\r\n".join(encoded(story())))
+
+    assert result.exit_code == 0
+    assert result.stderr.startswith("540 ticks of 2 nodes: ")
 
 
 def test_ticks_that_are_there_twice_count_once(file: Path) -> None:
