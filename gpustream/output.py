@@ -55,9 +55,10 @@ def failed(sentence: object) -> SystemExit:
 
 
 def is_screen() -> bool:
-    """Whether a person is at a terminal that can show more than lines."""
+    """Whether a person is at a terminal that can show more than lines: its bars and frames need UTF-8."""
     interactive = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    return interactive and os.environ.get("TERM", "") not in ("", "dumb")
+    shows_bars = interactive and sys.stderr.encoding.lower().replace("-", "") == "utf8"
+    return shows_bars and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def show(

@@ -1,10 +1,25 @@
 """What commands print: JSON is the same for programs, and safe on a terminal."""
 
+import io
 import json
+import sys
 
 import pytest
 
-from gpustream.output import json_text
+from gpustream.output import is_screen, json_text
+
+
+@pytest.mark.parametrize(("encoding", "expected"), [("utf-8", True), ("UTF-8", True), ("ascii", False)])
+def test_a_terminal_without_utf_8_gets_lines(monkeypatch: pytest.MonkeyPatch, encoding: str, expected: bool) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Terminal(io.BytesIO(), encoding=encoding))
+
+    assert is_screen() is expected
 
 
 @pytest.mark.parametrize(
