@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 
 _LARGEST_BYTES = 1 << 20
+_pipes: dict[Path, bytes] = {}
 
 
 class TooLarge(Exception):
@@ -12,11 +13,18 @@ class TooLarge(Exception):
 
 
 def read(path: Path) -> bytes:
-    """The content of a file, of which no more is read than it may have. Raises OSError and TooLarge."""
+    """The content of a file, of which no more is read than it may have. Raises OSError and TooLarge.
+
+    A pipe, as a shell makes it of ``<(command)``, is empty after the first time: its content is kept for the next ones.
+    """
+    if (is_pipe := path.is_fifo()) and path in _pipes:
+        return _pipes[path]
     with path.open("rb") as file:
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
         raise TooLarge(f"larger than {_LARGEST_BYTES >> 20} MiB")
+    if is_pipe:
+        _pipes[path] = content
     return content
 
 
