@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import msgspec
 
-from topics.attributed import AttributedSample, AttributedTick, Attribution, Parts
+from topics.attributed import AttributedTick, Attribution, Parts
 from topics.idleness import Ratios
 from topics.samples import Mig, State
-from topics.topic import UNDECODABLE, UInt, decoder
+from topics.topic import UInt, decoder
 
 JSON_NULL = msgspec.Raw(b"null")
 
@@ -78,13 +78,4 @@ class CountedTick(AttributedTick, frozen=True, kw_only=True, gc=False):
     devices: tuple[CountedDevice, ...] = ()
 
 
-_strict = msgspec.json.Decoder(CountedTick)
-_decode_sample = decoder(AttributedSample)
-
-
-def decode(value: bytes) -> CountedTick:
-    """The tick of a record. If it has null in fields that are usually absent, it is decoded a second time."""
-    try:
-        return _strict.decode(value)
-    except UNDECODABLE:
-        return _strict.decode(msgspec.json.encode(_decode_sample(value)))
+decode = decoder(CountedTick)

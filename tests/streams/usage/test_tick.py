@@ -45,6 +45,13 @@ def test_null_means_what_absent_means() -> None:
     assert with_nulls.devices == other.devices
 
 
+def test_what_is_not_counted_may_be_anything_beside_a_null_too() -> None:
+    bare = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1, "offset": 1}
+    bare |= {"attribution": "exact", "devices": [{"uuid": "GPU-a", "state": None, "events": "of a later version"}]}
+    (device,) = decode(msgspec.json.encode(bare)).devices
+    assert (device.uuid, device.state) == ("GPU-a", "ok")
+
+
 def test_an_interval_of_an_age_counts_as_an_hour() -> None:
     keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Accounting())
     for number, at_ms in enumerate((0, 10**12)):
