@@ -131,8 +131,9 @@ def gpus_of(
         if len(devices) > 1 or first.mig is not None:
             mig_devices = list({device.uuid: device for device in devices if device.mig is not None}.values())
             first = next((device for device in devices if device.mig is None), first)
-        if uuid not in slices_by_gpu:
-            slices_by_gpu[uuid] = default_slices(first)
+        if uuid not in slices_by_gpu:  # no tick has reported into how many slices it can be cut
+            without_mig = first.mig is None and first.info.mig_mode is None
+            slices_by_gpu[uuid] = 1 if without_mig else model_slices(first.model)
         shares = [_share(device, last_accounts, split) for device in mig_devices]
         shares.append(_share(first if first.mig is None else CountedDevice(uuid), last_accounts, split))
         if mig_devices:
@@ -145,13 +146,6 @@ def gpus_of(
         watts = power if power is not None and 0 <= power <= MOST_WATTS else None
         gpus.append(Gpu(uuid, first.model, shares, energy_mj, watts))
     return gpus
-
-
-def default_slices(device: CountedDevice) -> int:
-    """Into how many slices a GPU can be cut, if no tick has reported it."""
-    if device.mig is None and device.info.mig_mode is None:
-        return 1
-    return model_slices(device.model)
 
 
 def _share(device: CountedDevice, last_accounts: Mapping[str, DeviceAccounts], split: Split) -> DeviceShare:
