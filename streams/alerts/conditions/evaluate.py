@@ -14,9 +14,9 @@ from streams.alerts.conditions.finding import (
     NO_WINDOWS,
     Facts,
     Finding,
+    Pod,
     View,
     is_silenced,
-    make_view,
     uid_and_key,
     unknown_findings,
 )
@@ -52,7 +52,11 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
         checks = _checks_for(rules, device.state, _signs_of(rules, tick, device, memory_now, work))
         if not checks:
             continue
-        view = make_view(rules, tick, device, (memory, memory_now), work, parents)
+        holding_pods = tuple([Pod(holders, policy_of(holders[0], rules.bounds)) for holders in device.pods])
+        remembered, windows = memory_now.devices[device.uuid], memory_now.windows.get(device.uuid, NO_WINDOWS)
+        uses, is_divided = memory_now.uses.get(device.uuid, ()), device.info.mig_mode == "enabled"
+        whole = device.mig is not None or not (is_divided or device.uuid in parents)
+        view = View(rules, tick, device, memory, remembered, windows, uses, holding_pods, work, whole)
         for check, kind_rules in checks:
             for rule in kind_rules:
                 check(rule, view, findings)

@@ -84,18 +84,6 @@ class View(msgspec.Struct, frozen=True, gc=False):
     whole: bool
 
 
-def make_view(
-    rules: Rules, tick: Tick, device: Device, memories: tuple[Memory, Memory], work: Work, parents: set[str]
-) -> View:
-    """The view of a device. ``memories`` are those before and after the tick, ``parents`` the GPUs with MIG devices."""
-    memory_before, memory = memories
-    whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
-    pods = tuple([Pod(holders, policy_of(holders[0], rules.bounds)) for holders in device.pods])
-    remembered, windows = memory.devices[device.uuid], memory.windows.get(device.uuid, NO_WINDOWS)
-    uses = memory.uses.get(device.uuid, ())
-    return View(rules, tick, device, memory_before, remembered, windows, uses, pods, work, whole)
-
-
 NO_WINDOWS: ErrorWindows = {}
 
 

@@ -84,9 +84,7 @@ def stalled(rule: Rule, view: View, findings: list[Finding]) -> None:
         return
     activity = metrics.sm_active_ratio if metrics.sm_active_ratio is not None else metrics.tensor_active_ratio
     is_measured = utilization is not None and power is not None and bool(limit) and activity is not None
-    uid, key = uid_and_key(holder)
-    facts = Facts(view.device, None, view.pods[0].holders)
-    findings.append(Finding(effective_rule, view.device.uuid, uid, key, True if is_measured else None, facts=facts))
+    findings.append(_pod_finding(effective_rule, view, view.pods[0], holds=True if is_measured else None))
 
 
 def underused(rule: Rule, view: View, findings: list[Finding]) -> None:
