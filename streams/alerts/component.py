@@ -26,7 +26,7 @@ from delivery.policies import IDLE_AFTER
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Node, PartitionNodes, PendingWrite
-from streams.alerts.rules.rule import Rules, has_policy
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.app import Stream
@@ -391,10 +391,10 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
 def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:
     """The alert policies of a tick's holders, as namespace, pod and annotation."""
-    holders = [holder for device in tick.devices for holder in device.holders if has_policy(holder)]
     return frozenset(
         (holder.namespace, holder.pod, name)
-        for holder in holders
+        for device in tick.devices
+        for holder in device.holders
         for name in (ALERTS_POLICY, IDLE_AFTER)
         if name in holder.annotations or name in holder.namespace_labels
     )

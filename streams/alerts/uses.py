@@ -166,12 +166,9 @@ def _violation_seconds(metrics: Metrics | None) -> float:
 def _add_figures(sums: Figures, metrics: Metrics, violation_s: float) -> Figures:
     """The sums with the figures of a tick, and one tick more."""
     utilization, sm_active, tensor_active, clock, power, throttled, violation, ticks = sums or _NO_FIGURES
-    utilization_now, sm_active_now, tensor_active_now = (
-        metrics.gpu_utilization_ratio,
-        metrics.sm_active_ratio,
-        metrics.tensor_active_ratio,
-    )
-    clock_now, power_now, reasons = metrics.sm_clock_hz, metrics.power_watts, metrics.clock_event_reasons
+    utilization_now, sm_active_now = metrics.gpu_utilization_ratio, metrics.sm_active_ratio
+    tensor_active_now, clock_now = metrics.tensor_active_ratio, metrics.sm_clock_hz
+    power_now, reasons = metrics.power_watts, metrics.clock_event_reasons
     has_violations = metrics.power_violation_seconds_total is not None
     return (
         None if utilization is None or utilization_now is None else utilization + utilization_now,

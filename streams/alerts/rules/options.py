@@ -25,16 +25,9 @@ _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "c
 """The prefixes of the labels that alerts have of their own."""
 
 _OWN_ANNOTATIONS = (
-    "gpu_share",
-    "wasted_gpu_seconds",
-    "wasted_gpu_hours",
-    "cost",
-    "currency",
-    "gpu_hour_price",
-    "last_active",
-    "since",
+    "gpu_share", "wasted_gpu_seconds", "wasted_gpu_hours", "cost", "currency", "gpu_hour_price", "last_active", "since",
     "window",
-)
+)  # fmt: skip
 
 W = TypeVar("W", bound=str)
 Keys = tuple[str | int, ...]  # the path of a value in a file: keys of tables, indices of lists

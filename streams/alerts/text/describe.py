@@ -256,8 +256,8 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
     usage_texts = [
         f"Given to: {holders_given}." if holders_given else "",
         f"Seen there: {holders_observed}." if holders_observed else "",
+        f"Processes: {pids}." if pids else "",
     ]
-    usage_texts += [f"Processes: {pids}." if pids else ""]
     last_holders = _join_names(_pod_text(pod) for pod in remembered.pods)
     total_bytes = device.metrics.memory_total_bytes if device is not None else None
     used_bytes = held_memory(facts.pods, device, facts.sharing)

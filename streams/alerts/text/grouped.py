@@ -90,11 +90,9 @@ def group_labels(part: Alert, scope: Scope) -> dict[str, str]:
     """The labels of a group's alert: those of its first part, without what names a single device or pod."""
     omitted = set(_OMITTED_LABELS[scope])
     if scope == "node":
-        omitted |= {name for name in part.labels if name.startswith("k8s_") and name not in _LOCATION_LABELS}
+        location = ("k8s_cluster_name", "k8s_node_name")
+        omitted |= {name for name in part.labels if name.startswith("k8s_") and name not in location}
     return {name: value for name, value in part.labels.items() if name not in omitted}
-
-
-_LOCATION_LABELS = ("k8s_cluster_name", "k8s_node_name")
 
 
 def describe_group(
