@@ -29,7 +29,6 @@ _DEPENDENT_KINDS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of a workload t
     "held_idle": ("stalled", "straggler"),
     "stalled": ("held_idle",),
 }
-_RANK_FIELDS = ("ranks", "limits", "pattern")  # of a report: they belong together
 _replace = msgspec.structs.replace
 
 
@@ -119,13 +118,15 @@ def finish_step(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
             key = (record.group, write.kind == "renewal")
             merged = reports.get(key)
             if merged is not None:
-                with_ranks = record if record.pattern is not None else merged
+                with_ranks = record if record.pattern is not None else merged  # its limits and pattern, too
                 record = _replace(
                     record,
                     held=merged.held if record.held is None else record.held,
                     alerts=(*merged.alerts, *record.alerts),
                     others=(*merged.others, *record.others),
-                    **{field: getattr(with_ranks, field) for field in _RANK_FIELDS},
+                    ranks=with_ranks.ranks,
+                    limits=with_ranks.limits,
+                    pattern=with_ranks.pattern,
                 )
             reports[key] = record
         else:

@@ -153,8 +153,7 @@ def attribute(
     """The attributed tick, and the memo for the next one. ``current`` is the tick's own snapshot, ``by_event`` has the
     snapshots that only events name, by seq."""
     at_tick, devices, memo = _holders_at_tick(sample, facts, current, last)
-    is_new = memo is not None and (last is None or memo.holders is not last.holders)
-    unknown_ids = memo.holders.unknown_ids if memo is not None and is_new else ()
+    unknown_ids = memo.holders.unknown_ids if memo and (last is None or memo.holders is not last.holders) else ()
     at_events: dict[int | None, _HoldersAtTime] = {
         seq: _HoldersAtTime(
             _holders(resolved.snapshot.snapshot, resolved.pods, sample.devices).by_uuid if resolved.snapshot else {},
