@@ -88,7 +88,7 @@ class _NoConsumer:
 
 class ReaderApp(faust.App):  # type: ignore[misc]
     """A Faust app that reads its topics without loss. ``fail`` ends the process; tests replace it.
-    ``deadlines`` are those of its watchdog: its start takes as long as a rebalance of the group."""
+    ``deadlines`` are those of its watchdog: that of the start includes the time of a rebalance of the group."""
 
     BootStrategy = _Boot
 
@@ -102,7 +102,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         )
         self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
         self.reader.group = self.group
-        rebalance_s = ceil(member.session_timeout_s)  # so long the group may wait for a member that was killed
+        rebalance_s = ceil(member.session_timeout_s)  # for so long the group may wait for a killed member
         self.deadlines = replace(reads.deadlines, start=reads.deadlines.start + rebalance_s)
         self._watchdog = Watchdog(self._pulse, self.deadlines, fail=fail)
         super().__init__(self.group.name, store="memory://", topic_allow_declare=False, topic_disable_leader=True)
@@ -250,7 +250,7 @@ class ReaderLoops(Service):  # type: ignore[misc]
 
     async def ask_for_ends(self) -> None:
         """Ask the broker where the assigned partitions end, every second and on :meth:`ReaderApp.ask_ends`.
-        While none is assigned, ask for another one: the watchdog has to know whether the broker answers."""
+        While none is assigned, ask where partition 0 ends: the watchdog has to know whether the broker answers."""
         reader, ledger, reads = self.reader, self.reader.ledger, self.reader.reads
         while True:
             await set_within(self.ask, _ASK_EVERY_S)

@@ -1,4 +1,4 @@
-"""How long a partition has been read to its end: only then a node without a tick is silent. No clock, no Kafka."""
+"""For how long a partition has been read to its end: until it is, no node counts as silent. No clock, no Kafka."""
 
 from collections import deque
 from math import inf
@@ -50,8 +50,8 @@ class CaughtUp:
         """The partition was read to this position, and so to each end that is not above it. While a record that was
         read waits to be handled, no end counts.
         An end does not count while a sample before it is not attributed: if the attribution stream stands still, the
-        nodes are not silent. It counts if no sample has come since for long: a last sample that was dead-lettered, or
-        that retention deleted, is never attributed."""
+        nodes are not silent. It counts all the same if no sample has come for long: a last sample that was a dead
+        letter, or that retention deleted, is never attributed."""
         if last_unfinished > self.handled:
             return
         while self._ends and position >= self._ends[0].end:

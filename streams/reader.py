@@ -144,7 +144,7 @@ class Reader:
         return True
 
     def is_settled(self, slot: Slot) -> bool:
-        """Whether the group has finished this record of a state before: it needs no dead letter again."""
+        """Whether the group has finished this record of a state before: then it gets no second dead letter."""
         return slot.offset < self._state_commits.get(slot.tp, 0)
 
     # -- assignment

@@ -101,7 +101,7 @@ def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes 
 
 
 def name_record(error: Exception, slot: Slot) -> None:
-    """Say in the traceback at which record a stage failed: somebody may have to go past it."""
+    """Add to the traceback at which record a stage failed: somebody may have to skip that record."""
     error.add_note(f"{slot.tp.topic}, partition {slot.tp.partition}, offset {slot.offset}")
 
 
@@ -166,7 +166,8 @@ class Housekeeping:
 class WriteTasks:
     """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`.
 
-    ``room`` is set while fewer than ``_MANY_WRITES`` of them run. Without room no record is used that may need another.
+    ``room`` is set while fewer than ``_MANY_WRITES`` of them run. While it is not set, no further record is used: that
+    may need one more.
     """
 
     def __init__(self) -> None:

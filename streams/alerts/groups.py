@@ -199,7 +199,7 @@ def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) ->
         starts_ms = max(starts_ms, *part_starts_ms, *[other.starts_ms for other in group.others])
     elif group.part is not None:  # it has waited until another alert was resolved
         starts_ms = max(starts_ms, report.ts_ms)
-    scope = "node" if report.scope == "node" else scope_of_pod(first)  # a report of what is held does not tell
+    scope = "node" if report.scope == "node" else scope_of_pod(first)  # a report of what is held always has workload
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
         starts_at=time_of(starts_ms), severity=first.severity, labels=group_labels(first, scope),

@@ -87,7 +87,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of a node, by the devices' UUIDs. ``run_id`` is 0 before the first tick. ``removed_counts`` are those
-    of the devices that were removed in this run: one that is made again has its UUID, and its producer counts on."""
+    of the devices that were removed in this run: one that is made again has the same UUID, and its producer goes on
+    counting."""
 
     run_id: int = 0
     devices: dict[str, DeviceMemory] = {}
@@ -326,7 +327,8 @@ def identity(tracked: Tracked) -> Identity:
 
 def is_saved(saved: NodeAlerts, current: NodeAlerts) -> bool:
     """Whether a replay from the saved state gives the current one, so that nothing has to be written.
-    A condition that became pending a moment ago is not saved yet. Counters that rise all the time are at intervals."""
+    A condition that became pending a moment ago is not saved yet. Counters that rise all the time are saved at
+    intervals."""
     if (saved.maintenance, saved.interval_ms) != (current.maintenance, current.interval_ms):
         return False
     if saved.silent != current.silent or saved.generation != current.generation:

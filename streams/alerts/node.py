@@ -6,8 +6,8 @@ State: all of the above; no clock, no Kafka.
 
 A state is written only if it changes, so the broker may not have a node's last tick. The slot of that tick therefore
 stays open until the node's next tick is judged and, if that changed the state, written. A replay begins at or before
-the last tick that was judged: the first tick of a node after its state was judged before, and only its time is used.
-If no tick comes for a while, a state with ``silent`` is written, and no slot stays open.
+the last tick that was judged. If a tick is the first one of a node after its state, it was judged before: only its time
+is used. If no tick comes for a while, a state with ``silent`` is written, and no slot stays open.
 """
 
 import contextlib
@@ -281,8 +281,8 @@ class Replay:
     returns the alerts of single GPUs in place of alerts of several.
 
     A live worker finds a silent node by log time. Here a node was silent if the clocks of the ticks show it and, if
-    log times are known, these show it too: neither a clock that was set nor a log that stood still is a silence. If
-    a node's clock was set back, its silence counts from the latest time that it has shown.
+    log times are known, these show it, too: a clock that was set is no silence, and a log that stood still is none.
+    If a node's clock was set back, its silence counts from the latest time that it has shown.
     """
 
     def __init__(self, rules: Rules, *, grouped: bool = True) -> None:

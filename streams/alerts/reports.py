@@ -36,8 +36,8 @@ class Write(NamedTuple):
     """A record of gpu.alerts or gpu.alert-members, by ``kind``.
 
     To gpu.alerts: ``alert`` is a transition or an update, ``repeat`` an open alert that is written again unchanged,
-    ``deletion`` a tombstone. To gpu.alert-members: ``report`` has transitions and updates, ``renewal`` open alerts for
-    their figures.
+    ``deletion`` a tombstone. To gpu.alert-members: ``report`` has transitions and updates, ``renewal`` has open
+    alerts again, for their figures.
     """
 
     kind: Literal["alert", "repeat", "deletion", "report", "renewal"]

@@ -3,8 +3,8 @@
 Source: NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors) for Ampere and later, and its list for older GPUs.
 The words are ours. Whose doing an error is follows from the catalogue's first action. If it is to restart or to mend
 the program, the error is a program's. If it is a reset, a restart of the node, a cable or a new GPU, the error is
-hardware's. A code can have other causes than its usual one: a program's error that comes with several programs on one
-GPU only is the GPU's.
+hardware's. A code can have other causes than its usual one: if several programs have an error, and on one GPU only,
+it is the GPU's.
 """
 
 from collections.abc import Mapping

@@ -37,8 +37,8 @@ from topics.samples import Device, Event, Mig, Sample
 from topics.workloads import UnwellDevice
 
 EVENT_MS, LONGEST_EVENT_MS = 60_000, 600_000
-"""How long before its tick an event's pods may be looked up: for the node's interval, but at least for the first of
-these and at most for the second."""
+"""How long before its tick an event may have come, so that the pods of its time are looked up: the node's interval, but
+at least the first of these and at most the second."""
 READ_MS = 10_000  # an event may be this much later than its tick's time, because it comes while the tick is read
 _inventory_fields = attrgetter("uuid", "index", "minor", "mig")
 _replace = msgspec.structs.replace
@@ -93,7 +93,8 @@ _HELD_BY_NOBODY = HeldDevice((), None, None)
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """An attributed sample, and the device ids in no known grammar, if its holders were worked out again."""
+    """An attributed sample. ``unknown_ids`` has its snapshot's device ids in no known grammar, but only if the holders
+    were worked out again."""
 
     sample: AttributedSample
     unknown_ids: tuple[str, ...]

@@ -172,8 +172,8 @@ class Joiner:
         self.app.finish(slot)
 
     def _forget_old_nodes(self, partition: int, key: bytes, now_s: float) -> None:
-        """Now and then, forget the nodes without a record for longer than any sample is kept. Log times do not count:
-        another partition may be read further, and without log times of the broker they are a node's own."""
+        """Now and then, forget the nodes without a record for longer than any sample is kept. Log times are not
+        used: partitions are not read equally far, and if the broker writes no log times, they are the nodes' own."""
         self._last_read_s[partition][key] = now_s
         if now_s - self._forgot_s < _FORGET_EVERY_S:
             return
@@ -232,7 +232,7 @@ class Joiner:
             await self.check_pending()
 
     async def check_pending(self) -> None:
-        """Tell the join how far the state has been read, and ask the broker for the ends that pending ticks need.
+        """Pass to the join how far the state has been read, and ask the broker for the ends that pending ticks need.
         Of the ends of the allocations that have been reached, the one counts that was asked for last."""
         async with self._lock:
             for partition in list(self._waiting_nodes):

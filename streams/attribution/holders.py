@@ -7,20 +7,20 @@ each device with their parts, and the rest that is nobody's.
 GPU that HAMi's scheduler chose, which the pod's annotation ``hami.io/vgpu-devices-allocated`` names. It has a section
 for each container, init containers first, in the order of the pod's, empty for one without devices. The kubelet does
 not list init containers, so the last sections that are not empty count: as many as the pod has containers with slots.
-(That is wrong if a sidecar goes before an init container with GPUs.) No record has the order of a pod's containers. So
-a container has the section with the GPUs of its slots, which HAMi makes the kubelet pick since 2.9, and the rest of the
-sections belong to the rest of the containers: then the pod has the right ones, whichever container it was. If there are
-fewer sections, each container has the devices of all. If an annotation can't be read, or names more devices than the
-pod has slots, the kubelet's ids stand. Source: HAMi's EncodePodSingleDevice: ``UUID,type,MiB,percent`` with ``:`` after
-each device and ``;`` after each container. A part of a GPU in HAMi's MIG mode is ``UUID[template-position]``, which
-names no MIG device: not read.
+(That is wrong if a sidecar goes before an init container with GPUs.) No record has the order of a pod's containers.
+Since 2.9 HAMi makes the kubelet pick slots of the GPUs that it chose. So a container has the section with the GPUs of
+its slots. The rest of the sections belong to the rest of the containers: then the pod has the right GPUs, whichever
+container has them. If there are fewer sections, each container has the devices of all. If an annotation can't be read,
+or names more devices than the pod has slots, the kubelet's ids stand. Source: HAMi's EncodePodSingleDevice:
+``UUID,type,MiB,percent`` with ``:`` after each device and ``;`` after each container. A part of a GPU in HAMi's MIG
+mode is ``UUID[template-position]``, which names no MIG device: not read.
 
 **Processes** count if they have memory on the device: what only queries it, as monitoring does, has none. If a pod has
 a process on a device that it was not given, the pod becomes an observed holder, a holder as any other. If the node's
 workloads lack the pod, because it asked for no GPU or has ended, it can't be named: then there is only a conflict. It
 is no conflict if a holder's uid is not known: the process may be that holder's. Any process of no pod, of a display
-server for example, is a conflict on a device that pods hold. An MPS server, in a pod or not, computes for others, and
-shows nothing.
+server for example, is a conflict on a device that pods hold. An MPS server, in a pod or not, computes for others: it
+does not show who holds the device.
 
 **A shared device** is divided among its holders: the parts and the rest add up to the device, to the last bits of a
 float. No part is negative. The order of processes and holders does not matter.
@@ -33,8 +33,8 @@ float. No part is negative. The order of processes and holders does not matter.
 - A pod's power is ``power_watts`` times its part of the utilization: the power of the time in which it ran. The power
   of the time in which nobody ran is the rest, idle power included. A pod's energy is the sum over time of its power.
 - A part that is not known is absent. A pod has no part if one of its processes does not report how much it uses, or if
-  its uid is not known and there are processes of a pod that is none of the holders: they may be its. Then the rest is
-  absent, too, because it would include that part.
+  its uid is not known and there are processes of a pod that is none of the holders: these may be its own. Then the
+  rest is absent, too, because it would include that part.
 - Nothing is divided if the processes can't be seen. A quantity is not divided if the device does not have it (a MIG
   device has neither utilization nor power of its own) or if no process has it.
 - Records do not have the container of a process, only its ``container_id``. So if a pod has several containers on the

@@ -88,7 +88,7 @@ class Lifetime(msgspec.Struct, frozen=True, gc=False):
         return self.end_reported and self.ended_ms is not None and self.ended_ms <= ts_ms
 
     def distance_ms(self, ts_ms: int) -> int:
-        """How far a time lies outside [started_ms, ended_ms). These two are of different clocks and may be crossed."""
+        """How far a time lies outside [started_ms, ended_ms). They are of different clocks: the end may be first."""
         before = 0 if self.started_ms is None else self.started_ms - ts_ms
         after = 0 if self.ended_ms is None else ts_ms - self.ended_ms + 1
         return max(before, after, 0)

@@ -4,13 +4,13 @@ In: ticks of one node with their log times, or how far the log has advanced with
 State: all of it is in :class:`Books`, which changes in place and is written to gpu.usage-state as it is.
 
 - Time is the tick's own. A tick stands for the time since the previous tick of its run, at most for three intervals.
-- Time goes forward only. Time that is not later than all that was booked is not booked again, whatever a clock does.
+- Time goes forward only: time up to the latest that was booked is not booked again, whatever a clock does.
   Time that no tick stands for is unobserved.
 - A GPU is in the books of each hour in which a tick has it, for the whole hour.
 - A minute is closed when the node's time has passed its end, and nothing of it changes after that. It is final 20
   minutes later. An hour is the sum of its closed minutes, and final when the last of them is.
-- If the log has no tick of a node for 20 minutes and for three intervals, the node's windows are closed by the time of
-  the log: those that ended that much before it.
+- If the log has no tick of a node for 20 minutes and for three intervals, the node's windows are closed without one:
+  those that ended that long before the time of the log.
 - ``revision`` is how much of a window is closed, so that the same books give the same records whenever they are
   written: a minute has 0, and 1 if it is final; an hour has one less than its closed minutes, and 60 if it is final.
 """
@@ -80,7 +80,7 @@ class Booking(NamedTuple):
 
 class EnergyDrawn(msgspec.Struct, frozen=True, gc=False):
     """The energy that a GPU drew evenly from one time to another. ``before_mj`` is the part that it drew until
-    ``booked_ms``, or in hours in which it has no rows: no holder's, it is booked as unobserved."""
+    ``booked_ms``, or in hours in which it has no rows. That is no holder's part: it is booked as unobserved."""
 
     start_ms: int
     end_ms: int
@@ -155,8 +155,8 @@ class Bookkeeper:
         return Booking("booked" if stands_for_ms else "opened", self._pop_records(), unbooked_ms)
 
     def _pass_time(self, log_ms: int, *, live: bool) -> None:
-        """The log has advanced to a time. If the node has been silent for long by then, close what ended more than
-        that before it. A replay notes only up to when the live stream had closed it."""
+        """The log has advanced to a time. If the node has been silent for long by then, close the windows that
+        ended so long before that time. A replay notes only up to when the live stream had closed it."""
         books = self.books
         after_ms = silent_after_ms(books.interval_ms, FINAL_AFTER_MS)
         if not books.hours or log_ms - books.logged_ms < after_ms:
@@ -199,8 +199,9 @@ class Bookkeeper:
     def _account_of(self, account: Account, number: int | None) -> int:
         """The number of an account whose holder has another workload or other labels than in ``number``, or is new.
 
-        Within a minute the last ones count, so an account that no closed minute has is changed. Labels change, and pods
-        come and go, as often as tenants like: if the books have very many labels, no more are added but the team's.
+        Within a minute the last workload and labels count, so an account that is in no closed minute is changed. Labels
+        change, and pods come and go, as often as tenants like: if the books have very many labels, no more are added
+        but the team's.
         """
         if self._owner_bytes > MOST_OWNER_BYTES:
             account = of_team(account, self._policy.team_label)
@@ -285,7 +286,8 @@ class Bookkeeper:
         """The energy that each GPU has drawn: by its counter since the last reading, else by its power since
         ``since_ms``. A counter that reads less than before has started again at zero."""
         drawn_by_gpu: dict[str, EnergyDrawn] = {}
-        booked_ms = max(self.books.booked_ms, min(self._closed_live_ms, since_ms))  # live it was booked by no counter
+        # what the live stream had closed without a tick, it had booked by no counter
+        booked_ms = max(self.books.booked_ms, min(self._closed_live_ms, since_ms))
         hour_ms, passed_ms = since_ms // HOUR_MS * HOUR_MS, ts_ms - since_ms
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)

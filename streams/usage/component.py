@@ -35,8 +35,8 @@ KEEP_S = 75.0
 LEADERS_APART_MS = 60_000
 """By how much the log time of the next record may be behind the clock here, or behind the last record."""
 NO_SAMPLES_S = 24 * 3600.0
-"""After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed, as
-one that is a dead letter: gpu.samples does not have it any more."""
+"""After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed, for
+example because it is a dead letter: gpu.samples does not have it any more."""
 
 INSTRUMENTS = (
     Instrument("gpustream_usage_ticks_total", "counter", "Node ticks read: booked, opened (the first of a run), behind"

@@ -164,7 +164,7 @@ _CHECKS_BY_STATE: dict[str, dict[Kind, Check]] = {
     "timeout": _NO_EVIDENCE_CHECKS | {"not_answering": faults.not_answering},
 }
 _UNKNOWN_STATE_CHECKS = _ALWAYS_CHECKS | _OK_CHECKS | dict.fromkeys(("lost", "not_answering"), faults.no_evidence)
-"""The checks of a device in a state of a later version: its values are judged; whether it answers has no evidence."""
+"""The checks of a device in a state of a later version: its values are judged; it is unknown whether it answers."""
 
 _HAS_ERRORS, _HAS_FAULT, _HAS_XIDS, _LITTLE_USED, _CONTAINER_WAITS = (1 << bit for bit in range(5))
 _HAS_POLICY, _MAY_BE_IDLE, _FULLY_USED, _USED_UNALLOCATED, _MAY_CONFLICT = (1 << bit for bit in range(5, 10))

@@ -83,7 +83,7 @@ def _errors_by_holders(
 
 
 def ecc_uncorrectable(rule: Rule, view: View, findings: list[Finding]) -> None:
-    """The same errors are in the volatile and in the aggregate counter: the greater of the two counts."""
+    """The same errors are in the volatile and in the aggregate counter: only the greater number counts."""
     count = _max_errors(view, "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
     if count >= rule.at_least:
         add_device_finding(rule, view, findings, value=count)

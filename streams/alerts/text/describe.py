@@ -162,8 +162,8 @@ def _make_labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str,
 
 
 def clean(value: str) -> str:
-    """A value that any receiver accepts, and shows as text: valid UTF-8, not too long, without control characters, and
-    without that by which chats know links and mentions: tenants write owners' names and values of policies."""
+    """A value that any receiver accepts, and shows as text: valid UTF-8, not too long, and without control characters.
+    Chats find no links or mentions in it: tenants write owners' names and values of policies."""
     text = printable(value.translate(_INERT).replace("](", "] ("))
     return text.encode()[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
