@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
-from itertools import groupby
 from typing import NamedTuple
 
 from delivery.values import counted
@@ -113,7 +112,7 @@ def describe_group(
     elif report.scope == "node":
         kind = rule.kind if rule is not None else "missing"
         state = _NODE_TEXTS.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
-        summary = f"{counted(len(alert.gpus), 'GPU')} of {alert.node} {state}"
+        summary = f"{_counted_gpus(alert.gpus)} of {alert.node} {state}"
         cause = "They went at one time, so the cause is likely one: the driver, its module, or the machine."
         annotations = {
             **alert.annotations,
@@ -134,7 +133,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     kind: Kind = rule.kind if rule is not None and rule.kind in _POD_TEXTS else "held_idle"
     state, policy, since, never_worked = _POD_TEXTS[kind]
-    noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
+    noun = "MIG device" if all(map(_is_mig, alert.gpus)) else "GPU"
     gpus_by_kind: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHER_KIND_TEXTS}
     for other in [other for other in group.others if other.gpu not in alert.gpus]:
         gpus_by_kind.setdefault(kind_of_other(other, rule, rules), []).append(other.gpu)
@@ -144,10 +143,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     held_since = [member.since for member in firing_members if member.since is not None]
     when = _since_text(firing_members, rule, alert.annotations.get("window"))
     summary = f"{_workload_text(alert.labels)}: {idle} of {counted(held, noun)} {state}{others_text}{when}"
-    evidence_by_gpu = [(member.gpu, member.evidence) for member in firing_members if member.evidence]
-    evidence_of_gpus = [
-        f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}: {text}" for gpu, text in evidence_by_gpu
-    ]
+    evidence_of_gpus = [f"{_gpu_text(part.gpu)}: {part.evidence}" for part in firing_members if part.evidence]
     evidence = listed(list(dict.fromkeys(evidence_of_gpus)), "; ")
     sentences = [
         f"{summary}. {state.partition(',')[0].capitalize()}: {_gpus_text(alert.gpus)}.",
@@ -236,11 +232,32 @@ def _waste_figures(members: Sequence[Member], rules: Rules, prefix: str) -> tupl
     return figures, f"{text}."
 
 
+def _is_mig(gpu: AlertGpu) -> bool:
+    return gpu.uuid.startswith("MIG-")
+
+
+def _counted_gpus(gpus: Sequence[AlertGpu]) -> str:
+    """``2 GPUs``, ``1 MIG device``, ``1 GPU and 2 MIG devices``."""
+    migs = sum(map(_is_mig, gpus))
+    numbers = ((len(gpus) - migs, "GPU"), (migs, "MIG device"))
+    return " and ".join(counted(number, noun) for number, noun in numbers if number)
+
+
+def _gpu_text(gpu: AlertGpu) -> str:
+    """``GPU 0 of gpu-node-1``, ``MIG-5c1b... of GPU 0 of gpu-node-1``."""
+    text = f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}"
+    return f"{gpu.uuid} of {text}" if _is_mig(gpu) else text
+
+
 def _gpus_text(gpus: Iterable[AlertGpu]) -> str:
-    """``GPU 0, 1 of gpu-node-1 (ml/bert-0)``, for each node and pod."""
+    """``GPU 0, 1 of gpu-node-1 (ml/bert-0)``, ``2 MIG devices of GPU 0 of ...``, for each node and pod."""
+    gpus_by_pod: dict[tuple[str, str | None, bool], list[AlertGpu]] = {}
+    for gpu in gpus:
+        gpus_by_pod.setdefault((gpu.node, gpu.pod, _is_mig(gpu)), []).append(gpu)
     texts = []
-    for (node, pod), gpus_there in groupby(gpus, key=lambda gpu: (gpu.node, gpu.pod)):
+    for (node, pod, are_mig), gpus_there in gpus_by_pod.items():
         indices = sorted({gpu.index for gpu in gpus_there if gpu.index is not None})
+        parts = f"{counted(len(gpus_there), 'MIG device')} of " if are_mig else ""
         numbers = f"GPU {', '.join(map(str, indices))} of " if indices else ""
-        texts.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
+        texts.append(f"{parts}{numbers}{node}{f' ({pod})' if pod else ''}")
     return listed(texts, "; ")

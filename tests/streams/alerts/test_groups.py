@@ -16,7 +16,7 @@ from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Replay
 from streams.alerts.rules.rule import Rules, Wording
 from streams.alerts.tick import Device, Tick
-from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, mig, overlay, tick
 from topics.alerts import MEMBERS, Alert, AlertGroup, AlertReport, fingerprint, transition_id
 from topics.attributed import Holder, Workload
 from topics.times import MAX_TIME_MS, epoch_ms, time_of
@@ -415,3 +415,54 @@ def test_a_report_with_times_after_9999_has_the_last_one_that_there_is() -> None
     report = groups.decode_report(msgspec.json.encode(MEMBERS.example | {"ts_ms": 2**63 - 1, "logged_ms": 2**63 - 1}))
     (alert,) = groups.step(None, report, 0, DEFAULTS).alerts
     assert (alert.state, alert.confirmed_at) == ("firing", time_of(MAX_TIME_MS))
+
+
+# -- MIG devices
+
+
+def idle_mig(number: int, pod: Holder, **fields: Any) -> Device:
+    return mig(number, pod, graphics_engine_active_ratio=0.0, model="NVIDIA H100", **fields)
+
+
+def test_idle_mig_devices_are_no_idle_gpus() -> None:
+    """They are named once for each pod, in whatever order they are on the GPU."""
+    parts = [idle_mig(number, holder("bert-0" if number % 2 else "bert-1")) for number in range(5)]
+    (alert,) = fired(SOON_RULES, (range(60), "n", [device(0), *parts]))
+    names = "3 MIG devices of GPU 0 of n (ml/bert-1); 2 MIG devices of GPU 0 of n (ml/bert-0)"
+    assert f"Idle: {names}." in alert.annotations["description"]
+
+
+def test_the_evidence_of_mig_devices_says_of_which_one_it_is() -> None:
+    rules = overlay('[rules.GPUHeldIdle]\nenabled = false\n[rules.GPUUnderused]\nwindow = "10m"')
+    active = {0: 0.02, 1: 0.02, 2: 0.03}
+    devices = [mig(number, holder(), graphics_engine_active_ratio=active[number]) for number in active]
+    alerts = [
+        alert
+        for replay in [Replay(rules)]
+        for s in range(0, 1200, 30)
+        for alert in replay.judge(tick(s, device(0), *devices, interval_ms=30_000))
+    ]
+    assert alerts[0].annotations["evidence"] == "; ".join(
+        f"MIG-{number} of GPU 0 of n: used for {active[number]:.1%}" for number in active
+    )
+
+
+def test_mig_devices_that_do_not_answer_are_no_gpus_that_do_not() -> None:
+    parts = [mig(1, holder("a"), state="timeout"), mig(2, holder("b"), state="timeout")]
+    for whole, summary_text in (
+        (device(1), "2 MIG devices of n do not answer their driver"),
+        (device(1, state="timeout"), "1 GPU and 2 MIG devices of n do not answer their driver"),
+    ):
+        (alert,) = fired(overlay(""), (range(70), "n", [device(0), whole, *parts]))
+        assert alert.annotations["summary"] == summary_text
+        assert "1 MIG device of GPU 0 of n (ml/a); 1 MIG device of GPU 0 of n (ml/b)" in alert.annotations["description"]
+
+
+def test_all_slices_of_a_gpu_waste_no_more_than_the_gpu() -> None:
+    parts = [idle_mig(number, holder()) for number in range(7)]
+    replay, busy = Replay(SOON_RULES), [device(0), *[mig(part, holder(), busy=0.9) for part in range(7)]]
+    for s in range(0, 360_000, 1800):
+        replay.judge(tick(s, device(0), *parts, interval_ms=1_800_000))
+    (resolved,) = replay.judge(tick(360_000, *busy, interval_ms=1_800_000))
+    assert (resolved.state, resolved.annotations["wasted_gpu_seconds"]) == ("resolved", "360000")
+    assert resolved.annotations["wasted_gpu_hours"] == "100.00"
