@@ -234,8 +234,8 @@ def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[st
     workload = f"Workload: {pod.workload.kind} {pod.workload.name}." if pod.workload is not None else ""
     sentences, more_annotations = [f"{summary}.", workload, memory], dict[str, str]()
     if share.ratio is not None:
-        wasted = f"{idle_ms / 1000 * share.ratio:.0f}"
-        more_annotations = {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": wasted}
+        more_annotations = _waste_annotations(share.ratio, idle_ms)
+        wasted = more_annotations["wasted_gpu_seconds"]
         sentences.append(f"Wasted by {moment(time_of(tick.ts_ms))}: {wasted} GPU-seconds ({share.how}).")
     if since_ms > finding.since_ms:  # else it has not worked since its grace was over
         more_annotations["last_active"] = rfc3339(time_of(since_ms))
@@ -243,7 +243,8 @@ def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[st
 
 
 def _waste_annotations(share: float, lasted_ms: int) -> dict[str, str]:
-    return {"gpu_share": f"{share:.4g}", "wasted_gpu_seconds": f"{share * max(lasted_ms, 0) / 1000:.0f}"}
+    """The part of a GPU, by which its group's waste is computed, and the waste so far."""
+    return {"gpu_share": f"{share:.12g}", "wasted_gpu_seconds": f"{share * max(lasted_ms, 0) / 1000:.0f}"}
 
 
 def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
