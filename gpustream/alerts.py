@@ -195,13 +195,10 @@ def row(alert: Alert, now: datetime) -> AlertRow:
     gpu_suffix = f" GPU {labels['gpu_index']}" if "gpu_index" in labels else ""
     mig_suffix = f" {labels['gpu_mig_profile']}" if "gpu_mig_profile" in labels else ""
     nodes = sorted({gpu.node for gpu in alert.gpus})
-    gpus = {
-        (gpu.node, gpu.uuid if gpu.index is None else gpu.index) for gpu in alert.gpus
-    }  # MIG devices have their GPU's
     gpu_indices = ", ".join(map(str, sorted({gpu.index for gpu in alert.gpus if gpu.index is not None})))
     where = f"{alert.cluster}/{alert.node}{gpu_suffix}{mig_suffix}"
     if len(nodes) > 1:
-        where = f"{alert.cluster}: {len(gpus)} GPUs of {len(nodes)} nodes"
+        where = f"{alert.cluster}: {alert.gpu_count} GPUs of {len(nodes)} nodes"
     elif nodes and gpu_indices:
         where = f"{alert.cluster}/{nodes[0]} GPU {gpu_indices}"
     cells = AlertRow(

@@ -68,7 +68,9 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     alert: Annotated[str, about("The alert's name.")]
     fingerprint: Annotated[Fingerprint, about("The alert's fingerprint: its key in gpu.alerts.")]
     starts_at: Annotated[Time, about("When the alert fired.")]
-    gpus: Annotated[UInt, about("How many GPUs the alert is about.", "GPUs")] = 0
+    gpus: Annotated[
+        UInt, about("How many GPUs the alert is about: one that is shared or cut into MIG devices counts once.", "GPUs")
+    ] = 0
     since: Annotated[
         Time | None, about("Since when the alert has been as it must be: its time is counted from here.")
     ] = None

@@ -69,8 +69,10 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     revision: Annotated[UInt, about("How often it was written again while it fires.", "none")] = 0
     gpus: Annotated[tuple[AlertGpu, ...], about("The GPUs of which it is true now, if it is about several.")] = ()
-    held: Annotated[UInt | None, about("How many GPUs the workload, or the pod, holds in all.", "GPUs")] = None
-    idle: Annotated[UInt | None, about("Of how many GPUs it is true now.", "GPUs")] = None
+    held: Annotated[
+        UInt | None, about("How many GPUs the workload, or the pod, holds in all; a MIG device counts as one.", "GPUs")
+    ] = None
+    idle: Annotated[UInt | None, about("Of how many of these it is true now.", "GPUs")] = None
     confirmed_at: Annotated[
         Time | None,
         about(
@@ -83,6 +85,11 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_open(self) -> bool:
         """Whether it goes on: every alert that is not resolved does, whatever else a later version says of it."""
         return self.state != "resolved"
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs it is about: those that pods share, or that are cut into MIG devices, count once."""
+        return len({(gpu.node, gpu.uuid if gpu.index is None else gpu.index) for gpu in self.gpus})
 
 
 Scope = Annotated[Literal["workload", "pod", "node"], about("What the alert of several GPUs is about.")]

@@ -236,7 +236,7 @@ class Reclaimer:
         known_ms = firing.written_ms if confirmed_at is None else min(firing.written_ms, epoch_ms(confirmed_at))
         age_ms = now_ms - known_ms
         if firing.since_ms is None:
-            share = f"{alert.idle} of {alert.held} GPUs are in it"
+            share = f"{alert.idle} of {alert.held} devices are in it"
             count = share if alert.held else "how many GPUs it holds is not known"
             return Objection(
                 "partly", f"{subject(alert)} works partly ({count}), and the namespace does not say partly"
@@ -393,7 +393,7 @@ class Reclaimer:
         return Action(
             schema=1, id=action_id(alert, kind), state=state, at=time_of(self._now_ms()), by=self._by,
             cluster=alert.cluster, namespace=_namespace(alert), action=kind, alert=alert.name,
-            fingerprint=alert.fingerprint, starts_at=alert.starts_at, gpus=len(alert.gpus),
+            fingerprint=alert.fingerprint, starts_at=alert.starts_at, gpus=alert.gpu_count,
             since=None if firing.since_ms is None else time_of(firing.since_ms),
             revision=None if firing.partly or firing.since_ms is None else alert.revision, **more,
         )  # fmt: skip

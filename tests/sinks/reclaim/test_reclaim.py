@@ -272,6 +272,18 @@ async def test_what_is_refused_says_of_which_workload(reason: str, hours: int, h
     assert "Deployment web" in world.log[0].message
 
 
+async def test_mig_devices_are_no_gpus_of_what_is_done_or_refused() -> None:
+    """Two pods idle on MIG devices of one GPU, and a third of the workload's devices works."""
+    for says, message in (("scale", "Deployment web works partly (2 of 3 devices are in it)"), ("scale, partly", "")):
+        world = World(says)
+        firing = world.deployment()
+        parts = tuple(msgspec.structs.replace(gpu, uuid=f"MIG-{gpu.pod}", index=0) for gpu in firing.gpus)
+        world.write(msgspec.structs.replace(firing, gpus=parts, held=3))
+        await world.replica().run()
+        assert world.log[0].message.startswith(message)
+        assert {action.gpus for action in world.log} == {1}
+
+
 def _elsewhere(firing: Alert) -> Alert:
     return msgspec.structs.replace(firing, cluster="c2")
 

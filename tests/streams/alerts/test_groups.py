@@ -455,7 +455,9 @@ def test_mig_devices_that_do_not_answer_are_no_gpus_that_do_not() -> None:
     ):
         (alert,) = fired(overlay(""), (range(70), "n", [device(0), whole, *parts]))
         assert alert.annotations["summary"] == summary_text
-        assert "1 MIG device of GPU 0 of n (ml/a); 1 MIG device of GPU 0 of n (ml/b)" in alert.annotations["description"]
+        assert (
+            "1 MIG device of GPU 0 of n (ml/a); 1 MIG device of GPU 0 of n (ml/b)" in alert.annotations["description"]
+        )
 
 
 def test_all_slices_of_a_gpu_waste_no_more_than_the_gpu() -> None:
