@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
+from itertools import chain
 from typing import NamedTuple
 
 from delivery.values import counted
@@ -133,16 +134,16 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     kind: Kind = rule.kind if rule is not None and rule.kind in _POD_TEXTS else "held_idle"
     state, policy, since, never_worked = _POD_TEXTS[kind]
-    noun = "MIG device" if all(map(_is_mig, alert.gpus)) else "GPU"
     gpus_by_kind: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHER_KIND_TEXTS}
     for other in [other for other in group.others if other.gpu not in alert.gpus]:
         gpus_by_kind.setdefault(kind_of_other(other, rule, rules), []).append(other.gpu)
+    held_text = _held_text(held, [*alert.gpus, *chain.from_iterable(gpus_by_kind.values())])
     others_text = _others_text(gpus_by_kind, rule, held - idle)
     culprits = [f"{_OTHER_KIND_TEXTS[key].prefix}: {_gpus_text(gpus)}." for key, gpus in gpus_by_kind.items() if gpus]
     culprits += ["Look there first: the others may wait for it."] if culprits else []
     held_since = [member.since for member in firing_members if member.since is not None]
     when = _since_text(firing_members, rule, alert.annotations.get("window"))
-    summary = f"{_workload_text(alert.labels)}: {idle} of {counted(held, noun)} {state}{others_text}{when}"
+    summary = f"{_workload_text(alert.labels)}: {idle} of {held_text} {state}{others_text}{when}"
     evidence_of_gpus = [f"{_gpu_text(part.gpu)}: {part.evidence}" for part in firing_members if part.evidence]
     evidence = listed(list(dict.fromkeys(evidence_of_gpus)), "; ")
     sentences = [
@@ -241,6 +242,14 @@ def _counted_gpus(gpus: Sequence[AlertGpu]) -> str:
     migs = sum(map(_is_mig, gpus))
     numbers = ((len(gpus) - migs, "GPU"), (migs, "MIG device"))
     return " and ".join(counted(number, noun) for number, noun in numbers if number)
+
+
+def _held_text(held: int, known_gpus: Sequence[AlertGpu]) -> str:
+    """``8 GPUs``, ``1 MIG device``, ``3 GPUs and MIG devices``: how many are held, by those of them that are known."""
+    migs = sum(map(_is_mig, known_gpus))
+    if 0 < migs < len(known_gpus):
+        return f"{held} GPUs and MIG devices"
+    return counted(held, "MIG device" if migs else "GPU")
 
 
 def _gpu_text(gpu: AlertGpu) -> str:

@@ -432,6 +432,23 @@ def test_idle_mig_devices_are_no_idle_gpus() -> None:
     assert f"Idle: {names}." in alert.annotations["description"]
 
 
+def test_a_workload_that_idles_on_a_gpu_and_on_mig_devices_is_said_to_hold_both() -> None:
+    parts = [idle_mig(1, holder()), idle_mig(2, holder())]
+    (alert,) = fired(SOON_RULES, (range(60), "n", [device(0), *parts, device(1, holder(), busy=0.0)]))
+    assert "3 of 3 GPUs and MIG devices idle" in alert.annotations["summary"]
+    assert "Idle: 2 MIG devices of GPU 0 of n (ml/bert-0); GPU 1 of n (ml/bert-0)." in alert.annotations["description"]
+    assert alert.annotations["gpu_share"] == "1.286", "a GPU and two of seven slices"
+
+
+def test_a_mig_device_that_idles_beside_a_gpu_that_stalls_is_named_as_such() -> None:
+    hung = {"busy": 1.0, "power_watts": 140.0, "power_limit_watts": 700.0, "sm_active_ratio": 0.1}
+    devices = [device(0), idle_mig(1, holder()), device(1, holder(), **hung)]
+    alerts = fired(SOON_RULES, (range(0, 700, 10), "n", devices))
+    (stalled,) = [alert for alert in alerts if alert.name == "GPUStalled"]
+    assert "1 of 2 GPUs and MIG devices stalled, the other one is idle" in stalled.annotations["summary"]
+    assert "Idle: 1 MIG device of GPU 0 of n (ml/bert-0)." in stalled.annotations["description"]
+
+
 def test_the_evidence_of_mig_devices_says_of_which_one_it_is() -> None:
     rules = overlay('[rules.GPUHeldIdle]\nenabled = false\n[rules.GPUUnderused]\nwindow = "10m"')
     active = {0: 0.02, 1: 0.02, 2: 0.03}
