@@ -53,7 +53,7 @@ def xid(rule: Rule, view: View, findings: list[Finding]) -> None:
             if effective_rule is None or (pod is not None and is_silenced(view.rules, pod, view.remembered, view.tick)):
                 continue
             effective_rule, uid = effective_rule.with_severity(kind), (pod.pod_uid or "") if pod is not None else ""
-            facts = Facts(device, None, holders, text=code)
+            facts = Facts(device, None, holders if view.whole else all_holders(view), text=code)
             findings.append(Finding(effective_rule, device.uuid, uid, code, value=times, event=True, facts=facts))
 
 

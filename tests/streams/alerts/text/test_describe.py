@@ -305,6 +305,7 @@ def test_an_alert_describes_what_is_wrong(rule: str, ticks: list[Tick], texts: l
         ("GPUThermalSlowdown", device(0, clock_event_reasons=0x40)),
         ("GPULost", device(0, state="lost")),
         ("GPUXid", device(0, events=(AttributedEvent("xid", 79),))),
+        ("GPUXid", device(0, events=(AttributedEvent("xid", 31),))),
     ],
 )
 def test_a_gpu_with_a_fault_is_held_by_the_pods_of_its_mig_devices(rule: str, sample: Device) -> None:
