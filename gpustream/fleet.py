@@ -396,12 +396,14 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
     uses = []
     for pairs in pairs_by_key.values():
         ratios, memory, power = list[float](), list[float](), list[float]()
+        used_devices = set[Device]()
         for device, holder in pairs:
             part = holder.used_ratio, holder.memory_used_bytes, holder.power_watts
             if holder.namespace and len(device.holders) == 1:
                 part = device.used_ratio, device.memory_used_bytes, device.power_watts
             for values, value in zip((ratios, memory, power), part, strict=True):
                 values += [] if value is None else [value]
+            used_devices |= set() if part[0] is None else {device}
         first, gpus = pairs[0][1], {device.gpu for device, _ in pairs}
         not_idle = {device.gpu for device, holder in pairs if not holder.idle or device.status not in ("busy", "idle")}
         use = Use(
@@ -412,11 +414,11 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             pods=len({(holder.namespace, holder.pod) for _, holder in pairs}),
             gpus=len(gpus),
             idle=len(gpus - not_idle),
-            used_ratio=sum(ratios) / len(ratios) if ratios else None,
+            used_ratio=sum(ratios) / len(used_devices) if used_devices else None,
             memory_used_bytes=sum(memory) if memory else None,
             power_watts=sum(power) if power else None,
             since_ms=min(device.held_since_ms(holder.name) for device, holder in pairs),
-            devices=tuple(device for device, _ in pairs),
+            devices=tuple(dict.fromkeys(device for device, _ in pairs)),
         )
         uses.append(use)
     return uses

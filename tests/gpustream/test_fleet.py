@@ -235,6 +235,18 @@ def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -
     assert (uses_by_name["ml/alone"].idle, uses_by_name["ml/alone"].team) == (1, "nlp")
 
 
+def test_a_workload_uses_of_a_gpu_that_its_pods_share_what_they_use_together() -> None:
+    replicas = [
+        {"namespace": "ml", "pod": f"r-{n}", "workload": {"kind": "Deployment", "name": "serve"}, "parts": part}
+        for n, part in enumerate([{"utilization_ratio": 0.2}] * 4)
+    ]
+    shared, alone = gpu("a", 0.8) | {"holders": replicas}, gpu("b", 0.4) | {"holders": replicas[:1]}
+    (use,) = workloads(fleet_of(tick(shared, alone)).devices())
+
+    assert (use.pods, use.gpus, use.used_ratio) == (4, 2, pytest.approx(0.6))
+    assert [held.uuid for held in use.devices] == ["a", "b"]
+
+
 def test_pods_of_one_name_in_two_clusters_are_two() -> None:
     uses = pods(fleet_of(tick(gpu("a", 0.1, "ml/x")), tick(gpu("b", 0.9, "ml/x"), cluster="other")).devices())
 
