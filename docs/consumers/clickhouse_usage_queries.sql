@@ -2,7 +2,7 @@
 SELECT
     team,
     sum(slice_ms / of) / 3600000 AS gpu_hours,
-    sum(if(device_ms = 0, 0, used_us * (slice_ms / device_ms) / of)) / 3600000000 AS used_hours,
+    sum(used_us * if(device_ms = 0, 1, slice_ms / device_ms / of)) / 3600000000 AS used_hours,
     sum(energy_mj) / 3600000000 AS kwh
 FROM gpu_usage FINAL
 WHERE category = 'held' AND start >= toStartOfMonth(now('UTC')) - INTERVAL 1 MONTH AND start < toStartOfMonth(now('UTC'))

@@ -54,6 +54,8 @@ class Sums:
         gpu[2] += idle
         if record.device_ms:
             gpu[1] += record.used_us * record.slice_ms // record.device_ms
+        else:  # by a pod that was not given the GPU: of a MIG device, none is known
+            gpu[1] += record.used_us * record.of
         if price is not None:
             priced = self._priced.setdefault((price, record.of), [0, 0])
             priced[0] += record.slice_ms

@@ -39,6 +39,7 @@ def test_of_each_key_the_highest_generation_and_revision_is_kept(tmp_path: Path)
         usage(gpu_uuid="GPU-2", of=7, slice_ms=5 * HOUR_MS),
         usage("ml", gpu_uuid="GPU-3", device_ms=HOUR_MS - 1),
         usage("ml", gpu_uuid="GPU-4", device_ms=1, final=False),
+        usage("ml", gpu_uuid="GPU-1", pod="guest", team="vision", policy="equal", device_ms=0, used_us=HOUR_MS * 100),
     ]
     lines = [*(msgspec.json.encode(record).decode() for record in (*records, *records)), "not json", "{}"]
     clickhouse.insert(lines)
@@ -48,5 +49,5 @@ def test_of_each_key_the_highest_generation_and_revision_is_kept(tmp_path: Path)
     (row, without_team) = clickhouse.answer(hours.replace(month[0], f"start = toDateTime({START_MS // 1000}, 'UTC')"))
     assert (row["team"], without_team["team"]) == ("vision", "")
     assert row["gpu_hours"] == pytest.approx(1 + 2 / 7)
-    assert row["used_hours"] == pytest.approx(0.25 + 2 / 7)
+    assert row["used_hours"] == pytest.approx(0.25 + 2 / 7 + 0.1)
     assert [row["gpu_uuid"] for row in clickhouse.answer(open_)] == ["GPU-3"]

@@ -143,7 +143,8 @@ def test_what_became_zero_in_a_later_revision_does_not_count() -> None:
 def test_what_a_pod_used_of_a_device_that_it_was_not_given_counts_though_it_has_no_time() -> None:
     guest = usage("ml", "guest", policy="equal", device_ms=0, used_us=6_000_000)
     records = counted(read(guest, 0), read(usage("ml", "host", policy="equal"), 1))
-    assert table(*records).categories["held"].used_us == 6_000_000
+    held = table(*records).categories["held"]
+    assert (held.used_us, held.used_hours) == (6_000_000, Fraction(6, 3600))
 
 
 def test_energy_of_a_silence_counts_although_no_time_of_the_hour_is_unobserved() -> None:
