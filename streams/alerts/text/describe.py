@@ -95,10 +95,11 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         more_annotations["last_active"] = rfc3339(time_of(since_ms))
         more_annotations["evidence"] = fields["evidence"].removesuffix(".")
     elif rule.kind in (*WINDOWED, "crash_loop"):
-        use, share = finding.value or 0.0, share_of(facts).ratio
+        use = finding.value or 0.0
+        share = share_of(facts, use).ratio
         window_ms = rule.window_ms if rule.kind in WINDOWED else 0
         if share is not None:
-            more_annotations = _waste_annotations(share * (1 - use), tick.ts_ms - since_ms + window_ms)
+            more_annotations = _waste_annotations(share, tick.ts_ms - since_ms + window_ms)
         if window_ms:
             more_annotations |= {"window": duration_words(window_ms), "evidence": f"used for {use:.1%}"}
     if rule.kind in WASTE and wording.prices is not None and facts.device is not None:
@@ -330,13 +331,14 @@ class Share(NamedTuple):
     how: str
 
 
-def share_of(facts: Facts) -> Share:
-    """The share of a GPU that the pod of a finding holds.
+def share_of(facts: Facts, use: float = 0.0) -> Share:
+    """The share of a GPU that the pod of a finding holds and does not use. ``use`` is its part of the device's work.
 
-    A MIG device has the compute slices of its profile (``1g.10gb``: 1 of an H100's 7). A device that several pods
-    hold is divided among them equally: no record has the share that each was promised.
+    A MIG device has the compute slices of its profile (``1g.10gb``: 1 of an H100's 7). A device that was given to
+    several pods is divided among them equally: no record has the share that each was promised.
     """
     device, ratio, explanations = facts.device, 1.0, list[str]()
+    sharing = max(1, sum(not holders[0].observed for holders in device.pods)) if device is not None else 1
     if device is not None and device.mig is not None:
         own_slices, slices = profile_slices(device.mig.profile), device.compute_slices or model_slices(device.model)
         if own_slices is None:
@@ -344,6 +346,6 @@ def share_of(facts: Facts) -> Share:
         own_slices = min(own_slices, slices)
         ratio = own_slices / slices
         explanations.append(f"{own_slices} of {slices} compute slices")
-    if facts.sharing > 1:
-        explanations.append(f"one of {facts.sharing} pods on it, divided equally")
-    return Share(ratio / facts.sharing, "; ".join(explanations) or "a whole GPU")
+    if sharing > 1:
+        explanations.append(f"one of {sharing} pods on it, divided equally")
+    return Share(ratio * max(1 / sharing - use, 0.0), "; ".join(explanations) or "a whole GPU")

@@ -8,7 +8,7 @@ import pytest
 from streams.alerts.node import Replay
 from tests.streams.alerts.ticks import START_MS, device, findings_in, holder, overlay, tick, verdict
 from topics.alerts import Alert
-from topics.attributed import Holder
+from topics.attributed import Holder, Parts
 from topics.times import epoch_ms
 
 ON = overlay("""
@@ -52,6 +52,16 @@ def test_what_does_nothing_at_all_is_idle_and_what_is_used_for_a_tenth_is_used(
     busy: dict[int, float], is_found: bool
 ) -> None:
     assert bool(fired("GPUUnderused", busy, 45)) is is_found
+
+
+def test_pods_that_share_a_gpu_waste_together_what_they_leave_of_it() -> None:
+    pods = [holder(f"pod-{number}", busy=0.09, workload=None) for number in range(10)]
+    shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.0))
+    replay, alerts = Replay(ON), list[Alert]()
+    for second in range(0, 2700, 10):
+        alerts += replay.judge(tick(second, shared))
+    assert len(alerts) == 10
+    assert sum(float(alert.annotations["gpu_share"]) for alert in alerts) == pytest.approx(1 - 0.9)
 
 
 def test_it_is_resolved_when_the_window_has_enough_work() -> None:

@@ -154,6 +154,12 @@ def test_a_slice_wastes_its_part_of_a_gpu(
     assert annotations.get("wasted_gpu_seconds") == (None if ratio is None else f"{700 * ratio:.0f}")
 
 
+def test_a_pod_wastes_all_of_a_gpu_on_which_another_one_runs_that_was_not_given_it() -> None:
+    sample = device(0, holder("host", busy=0.0), holder("guest", busy=0.0, observed=True), busy=0.0)
+    (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name="GPUHeldIdle")
+    assert share_of(finding.facts) == (1.0, "a whole GPU")
+
+
 def test_a_slice_is_a_part_of_as_many_as_its_record_says() -> None:
     sample = mig(1, holder(busy=0.0), busy=0.0, compute_slices=2)
     (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name="GPUHeldIdle")
