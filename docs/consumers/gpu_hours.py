@@ -151,14 +151,21 @@ def shares(tick: Tick, device: Device) -> Iterator[Share]:
         pods.setdefault((holder.namespace, holder.pod), []).append(holder)
     if not pods:
         yield Share(NOBODY, "", 1.0, utilization)
+    parts = {pod: known_part(holders) for pod, holders in pods.items()}
     for (namespace, pod), holders in pods.items():
         workload = holders[0].workload
         name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod}"
-        used = None if utilization is None else utilization / len(pods)
-        given_parts = [holder.parts.utilization_ratio for holder in holders if holder.parts]
-        if parts := [part for part in given_parts if part is not None]:
-            used = sum(parts)
+        used = parts[namespace, pod]
+        if utilization is not None and set(parts.values()) == {None}:
+            used = utilization / len(pods)
         yield Share(namespace, name, 1 / len(pods), used)
+
+
+def known_part(holders: Iterable[Holder]) -> float | None:
+    """A pod's part of the device's utilization: the sum over its containers."""
+    given_parts = [holder.parts.utilization_ratio for holder in holders if holder.parts]
+    known = [part for part in given_parts if part is not None]
+    return sum(known) if known else None
 
 
 def devices(tick: Tick) -> Iterator[tuple[str, Device]]:

@@ -162,6 +162,12 @@ def test_the_parts_that_a_record_gives_say_who_used_a_shared_gpu(gpu_hours: Any)
     assert hours == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.4), ("ml", "Pod/b", "GPU"): (0.5, 0.5, 0.1)}
 
 
+def test_pods_that_share_a_gpu_have_not_used_more_than_it_did_if_a_part_is_not_known(gpu_hours: Any) -> None:
+    holders = held_by("a", parts={"utilization_ratio": 0.5}) + held_by("b")
+    hours = counted(gpu_hours, tick(1), tick(2, device(holders=holders)))
+    assert hours == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.5), ("ml", "Pod/b", "GPU"): (0.5, 0.0, 0.0)}
+
+
 def test_a_gpu_in_mig_mode_is_not_counted_beside_its_mig_devices(gpu_hours: Any) -> None:
     mig = {"uuid": "MIG-1", "parent_uuid": "GPU-1", "profile": "1g.10gb"}
     parent, part = device(metrics={}), device("MIG-1", mig=mig, metrics={}, holders=held_by("a"))
