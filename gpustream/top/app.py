@@ -282,7 +282,10 @@ class TopApp(App[None]):
             self._open("GPUs", f"of {node.name}", lambda d: d.node == node.name and d.cluster == node.cluster)
         elif isinstance(row, Use) and state.view == "Workloads":
             names = {
-                holder.name for device in row.devices for holder in device.holders if holder.workload == row.workload
+                holder.name
+                for device in row.devices
+                for holder in device.holders
+                if (holder.namespace, holder.workload or holder.pod) == (row.namespace, row.name)
             }
             cluster = row.devices[0].cluster
             self._open("Pods", f"of {row.who}", lambda use: use.who in names and use.devices[0].cluster == cluster)

@@ -156,6 +156,24 @@ async def test_from_a_workload_to_its_pods_to_their_gpus() -> None:
     await with_screen(now_of(fleet), (100, 24), test)
 
 
+async def test_the_pods_of_a_workload_are_not_those_of_others_on_the_gpus_that_it_shares() -> None:
+    serve = {"kind": "Deployment", "name": "serve"}
+    names = [("ml", "x-0", serve), ("web", "x-1", serve), ("ml", "x-2", None), ("ml", "x-3", None)]
+    holders = [{"namespace": namespace, "pod": pod, "workload": top} for namespace, pod, top in names]
+    shared = fleet_of(tick(gpu("a", 0.5) | {"holders": holders}))
+
+    async def test(screen: Screen) -> None:
+        opened = []
+        await screen.after("5")
+        for _ in names:
+            text = await screen.after("enter")
+            opened.append([pod for _, pod, _ in names if f"/{pod}" in text.partition("POD")[2]])
+            await screen.after("escape", "down")
+        assert sorted(opened) == [["x-0"], ["x-1"], ["x-2"], ["x-3"]]
+
+    await with_screen(now_of(shared), (120, 24), test)
+
+
 async def test_a_filter_takes_words_and_their_absence_and_escape_ends_it() -> None:
     fleet = fleet_of(tick(gpu("a", 0.5, "ml/bert"), gpu("b", 0.0, "ml/idler"), gpu("c", 0.0)))
 
