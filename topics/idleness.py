@@ -70,6 +70,8 @@ class ProcessWork(Protocol):
     @property
     def pod_uid(self) -> str | None: ...
     @property
+    def job_id(self) -> str | None: ...
+    @property
     def sm_utilization_ratio(self) -> float | None: ...
 
 
@@ -88,7 +90,7 @@ def beside_parts(
     """
     work_of_pods: dict[str | None, float] = {}
     for process in processes or ():
-        uid = process.pod_uid
+        uid = process.pod_uid or process.job_id  # a batch job's id is its uid
         work_of_pods[uid] = work_of_pods.get(uid, 0.0) + (process.sm_utilization_ratio or 0.0)
     work_of_processes = [work_of_pods.get(uid, 0.0) if uid is not None else 0.0 for uid, _ in pods]
     if len(pods) < 2:

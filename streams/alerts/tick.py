@@ -43,6 +43,7 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pid: UInt
     pod_uid: str | None = None
     sm_utilization_ratio: float | None = None
+    job_id: str | None = None
 
 
 class Info(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

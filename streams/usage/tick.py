@@ -40,6 +40,7 @@ class CountedMetrics(Ratios, frozen=True, omit_defaults=True, gc=False):
 class CountedProcess(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pod_uid: str | None = None
     sm_utilization_ratio: float | None = None
+    job_id: str | None = None
 
 
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

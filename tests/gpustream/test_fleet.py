@@ -221,6 +221,18 @@ def test_an_idle_pod_is_found_beside_one_that_works() -> None:
     assert {use.name: use.idle for use in pods(fleet_of(tick(shared)).devices())} == {"works": 0, "idles": 1}
 
 
+def test_an_idle_batch_job_is_found_beside_one_that_works() -> None:
+    used = {"41": 0.0, "42": 0.8}
+    holders = [
+        {"namespace": "gpu", "pod": job, "pod_uid": job, "parts": {"utilization_ratio": part}}
+        for job, part in used.items()
+    ]
+    processes = [{"pid": int(job), "job_id": job, "sm_utilization_ratio": part} for job, part in used.items()]
+    shared = gpu("a", 0.9, processes=processes) | {"holders": holders, "unattributed": {"utilization_ratio": 0.1}}
+
+    assert {use.name: use.idle for use in pods(fleet_of(tick(shared)).devices())} == {"41": 1, "42": 0}
+
+
 def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -> None:
     def holder(pod: str, workload: dict[str, str] | None) -> dict[str, Any]:
         return {"namespace": "ml", "pod": pod, "workload": workload, "labels": {"team": "nlp"}}

@@ -217,6 +217,16 @@ def test_a_pod_that_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick
     assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].idle_ms == 40_000
 
 
+def test_a_batch_job_that_does_nothing_beside_one_that_works_is_idle() -> None:
+    used = {"41": 0.0, "42": 0.8}
+    processes = [{"pid": int(job), "job_id": job, "sm_utilization_ratio": part} for job, part in used.items()]
+    jobs = [holder(job, part, pod_uid=job) for job, part in used.items()]
+    shared = gpu("GPU-a", *jobs, busy=0.9, unattributed={"utilization_ratio": 0.1}, processes=processes)
+    minute = BookkeeperHarness().play(*seconds(0, 61, shared)).window(lasts_ms=MINUTE_MS)
+    rows = [minute["GPU-a", "held", job] for job in used]
+    assert [row.idle_ms == row.device_ms for row in rows] == [True, False]
+
+
 def test_the_energy_is_that_of_the_counter_and_a_counter_that_was_reset_counts_from_zero() -> None:
     counter = [100.0 + second * 0.25 for second in range(31)] + [second * 0.5 for second in range(30)]
     ticks = [

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from streams.alerts.conditions.finding import Finding
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, device, findings_in, gpu, holder, mig, overlay, tick, verdict
-from topics.attributed import Parts
+from topics.attributed import Parts, holder_of_job
 from topics.samples import Job
 
 RULE = "GPUHeldIdle"
@@ -190,6 +191,17 @@ def test_an_idle_pod_beside_one_that_works_is_found_if_no_process_of_others_is_t
     (alert,) = [alert for s in range(0, 3000, 10) for alert in replay.judge(tick(s, shared))]
     assert [gpu.pod for gpu in alert.gpus] == ["ml/a"]
     assert "1 of 2 GPUs idle, the other one works" in alert.annotations["summary"]
+
+
+def test_an_idle_batch_job_beside_one_that_works_is_found_as_a_pod_is() -> None:
+    jobs = [holder_of_job(Job(name)) for name in ("41", "42")]
+    parts = [msgspec.structs.replace(job, parts=Parts(part)) for job, part in zip(jobs, (0.0, 0.8), strict=True)]
+    processes = (Process(1, None, 0.0, job_id="41"), Process(2, None, 0.8, job_id="42"))
+    shared = device(0, *parts, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=processes)
+    assert {finding.pod_uid: finding.holds for finding in judged(shared)} == {"41": True}
+
+    alone = device(0, jobs[0], busy=0.0, processes=(Process(1, None, 0.3, job_id="41"),))
+    assert verdict(judged(alone)) is False
 
 
 def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not() -> None:
