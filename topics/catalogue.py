@@ -65,8 +65,8 @@ name of its own.
 
 HOLDERS = Info(
     "gpu_holders",
-    "Pods that hold the device, those that only their processes show among them: 0 if nobody does. Absent if the "
-    "node's kubelet has not said who does, or if the device does not answer.",
+    "Pods or batch jobs that hold the device, pods that only their processes show among them: 0 if nobody does. Absent "
+    "if it is not known who does, or if the device does not answer.",
 )
 """In all profiles, with the labels of the device's metrics."""
 

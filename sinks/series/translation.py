@@ -53,7 +53,7 @@ from sinks.series.metrics import NO_COUNTS, NO_REST, Counts, MetricNames
 from sinks.series.model import Key, SampleGroup, SeriesSet, Value
 from sinks.series.relabel import NO_RELABELLING, Relabelling
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice, SeriesTick
-from topics.attributed import pods_of
+from topics.attributed import by_pod, pods_of
 from topics.catalogue import CATALOGUE, LAST_XID
 from topics.metric import Labels
 from topics.profiles import INFO, LabelNames, Profile
@@ -346,7 +346,8 @@ class Translator:
             metrics, parts = self._metric_sets(device.uuid, identity, own_pairs, self._metric_names, self._counted), {}
             for new, old in zip(metrics, last.metrics if last is not None else (), strict=False):
                 new.layout = old.layout if new.names is old.names else None
-        counts = self._counts(device, None if (device.attribution or attribution) == "none" else len(pods), cache)
+        count = None if (device.attribution or attribution) == "none" else len(pods or by_pod(holders))
+        counts = self._counts(device, count, cache)
         held = HeldDevice(node, device, holders, pods, bare, identity.holder)
         labelled = LabelledDevice(held, attribution, counts, identity, own_pairs, metrics, parts)
         cache.devices[device.uuid] = labelled

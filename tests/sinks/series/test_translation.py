@@ -18,9 +18,10 @@ from tests.growth import kept
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
 from tests.sinks.series.test_tick import DEVICES
-from topics.attributed import Holder, pods_of
+from topics.attributed import Holder, holder_of_job, pods_of
 from topics.catalogue import DEVICE_INFO, FURTHER
 from topics.profiles import LABELS, PROFILES, profile_names
+from topics.samples import Job
 
 FIVE = {"gpu", "uuid", "pod_namespace", "pod_name", "container_name"}
 INFO = dict.fromkeys(DEVICE_INFO.labels, "x")
@@ -285,6 +286,17 @@ def test_no_label_that_distinguishes_series_of_a_name_is_one_of_a_device(label_s
     series = series_of(label_set, extras_of(label_set, {**BERT, "parts": parts(1)}, **full)[1].source)
 
     assert not {name for name, _ in series.labels} & {name for info in FURTHER for name in info.labels}
+
+
+@pytest.mark.parametrize("names", PROFILES)
+def test_batch_jobs_hold_a_device_as_pods_do(names: Any) -> None:
+    jobs = [msgspec.to_builtins(holder_of_job(Job(number))) for number in ("41", "42")]
+    used = {"gpu_utilization_ratio": 0.5}
+    devices = [{"uuid": f"GPU-{count}", "metrics": used, "holders": jobs[:count]} for count in range(3)]
+    groups = Translator([PROFILES[names]]).translate(sample(1, *devices), Cache())[1]
+    values_by_name = [(row.name, value) for g in groups for row, value in zip(g.series.rows, g.values, strict=True)]
+
+    assert [value for name, value in values_by_name if name == "gpu_holders"] == [0.0, 1.0, 2.0]
 
 
 def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
