@@ -119,7 +119,15 @@ class PodRef(Protocol):
     def pod_uid(self) -> str | None: ...
 
 
+class OwnedPodRef(PodRef, Protocol):
+    """The same, and the workload, which is that of no pod if the holder is a batch job."""
+
+    @property
+    def workload(self) -> Workload | None: ...
+
+
 H = TypeVar("H", bound=PodRef)
+OwnedH = TypeVar("OwnedH", bound=OwnedPodRef)
 
 
 def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:
@@ -140,7 +148,7 @@ def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:
     return pods
 
 
-def pods_of(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
+def pods_of(holders: Sequence[OwnedH]) -> dict[HoldingPod, list[OwnedH]]:
     """The pods that hold a device, each with its holders; none for a batch job, which has labels of its own."""
     workload = holders[0].workload if holders else None
     return {} if workload is not None and workload.kind == JOB else by_pod(holders)

@@ -19,7 +19,7 @@ import msgspec
 
 from delivery import replays
 from delivery.replays import LastTick, Verdict
-from topics.attributed import DIVIDED, Parts, Workload, by_pod
+from topics.attributed import DIVIDED, Parts, Workload, pods_of
 from topics.catalogue import CATALOGUE
 from topics.samples import Mig, silent_after_s
 from topics.topic import Name, Number, UInt, Version, decoder
@@ -129,7 +129,7 @@ def combined_value(pods: Mapping[str, Iterable[Holding]], metric: str) -> float 
 
 
 def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
-    """The holdings of all pods of a tick, by namespace."""
+    """The holdings of all pods of a tick, by namespace. A batch job is none: its partition is no namespace."""
     by_namespace: dict[str, list[Holding]] = {}
     for device in {device.uuid: device for device in tick.devices}.values():
         device_labels = {
@@ -141,7 +141,7 @@ def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
             profile = (device.mig.profile or "").replace("+", ".")
             device_labels |= {"gpu_mig_uuid": device.uuid, "gpu_mig_profile": profile}
         labels = {name: value for name, value in device_labels.items() if value}
-        pods = by_pod(device.holders)
+        pods = pods_of(device.holders)
         for pod, containers in pods.items():
             if len(pods) == 1:
                 metrics = {key: device.metrics.get(key) for key in SERVED}

@@ -6,7 +6,7 @@ import pytest
 
 from sinks.metrics_api.holdings import SERVED, STALE_S, Holdings, combined_value, decode, pod_value
 from tests.sinks.metrics_api.ticks import device, holder, of_deployment, tick
-from topics.attributed import TOPIC
+from topics.attributed import JOB, TOPIC
 
 USED = "gpu_utilization_ratio"
 
@@ -61,6 +61,12 @@ def test_each_pod_of_a_shared_device_has_its_part_and_no_more() -> None:
 
     assert (pod_value(pods["p"], USED), pod_value(pods["p"], "memory_used_bytes")) == (0.3, 5)
     assert pod_value(pods["q"], USED) is None
+
+
+def test_a_batch_job_is_no_pod_of_the_namespace_that_is_named_like_its_partition() -> None:
+    job = holder("4242", "ml", workload={"kind": JOB, "name": "4242"})
+    holdings = holdings_of(tick(1, device("GPU-a", job, used=0.9)), tick(1, device("GPU-b", holder("p")), node="n2"))
+    assert (holdings.namespaces(), list(holdings.pods("ml", 0.0))) == (["ml"], ["p"])
 
 
 def test_two_containers_of_a_pod_are_one_holder_of_the_whole_device() -> None:
