@@ -307,7 +307,9 @@ def _device_text(finding: Finding, tick: Tick) -> str:
 
 
 def _pod_text(pod: Holder | PodMemory) -> str:
-    return f"{pod.namespace}/{pod.pod}"
+    """``ml-team/bert-0``, or ``job 4242`` of a batch system."""
+    kind = pod.workload_kind if isinstance(pod, PodMemory) else pod.workload and pod.workload.kind
+    return f"job {pod.pod}" if kind == JOB else f"{pod.namespace}/{pod.pod}"
 
 
 def _join_names(names: Iterable[str]) -> str:

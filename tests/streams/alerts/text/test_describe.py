@@ -44,7 +44,17 @@ def test_an_idle_job_is_reported_by_its_id_user_partition_and_account() -> None:
     assert names == expected | {
         "job_id": "4242", "job_user": "ana", "job_partition": "gpu", "job_account": "vision",
     }  # fmt: skip
-    assert annotations["summary"] == "gpu/4242 holds GPU 3 of n and has not used it since 2026-11-21 00:04 UTC"
+    assert annotations["summary"] == "job 4242 holds GPU 3 of n and has not used it since 2026-11-21 00:04 UTC"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"), [("GPULost", "Held by job 4242."), ("GPUMissing", "It was held by job 4242.")]
+)
+def test_a_job_that_held_a_lost_gpu_is_named_as_a_job_and_not_as_a_pod(rule: str, text: str) -> None:
+    job = holder_of_job(Job("4242", partition="default"))
+    now = [device(0, job, state="lost")] if rule == "GPULost" else []
+    _, annotations = description_of(rule, tick(0, device(0, job), device(1)), tick(600, *now, device(1)))
+    assert text in annotations["description"]
 
 
 @pytest.mark.parametrize("rule", ["GPULost", "GPUMissing"])
