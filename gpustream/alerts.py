@@ -174,7 +174,7 @@ def _print_transition(alert: Alert, form: Form) -> None:
 
 
 class AlertRow(NamedTuple):
-    """An alert as a row of text: ``lasted`` is for how long, ``who`` the pod and its workload."""
+    """An alert as a row of text: ``lasted`` is for how long, ``who`` the pod and its workload, or the batch job."""
 
     since: str
     lasted: str
@@ -190,6 +190,7 @@ def row(alert: Alert, now: datetime) -> AlertRow:
     labels = alert.labels
     pods = {gpu.pod for gpu in alert.gpus}
     pod = "/".join(filter(None, (labels.get("k8s_namespace_name"), labels.get("k8s_pod_name"))))
+    pod = pod or (f"job {labels['job_id']}" if "job_id" in labels else "")
     pod = (pods.pop() or pod) if len(pods) == 1 else pod
     workload = "/".join(filter(None, (labels.get("k8s_workload_kind"), labels.get("k8s_workload_name"))))
     gpu_suffix = f" GPU {labels['gpu_index']}" if "gpu_index" in labels else ""

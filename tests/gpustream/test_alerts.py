@@ -189,6 +189,11 @@ def test_an_alert_of_a_node_says_so() -> None:
     assert (row.where, row.who, row.lasted) == ("c1/n1", "", "1m 30s")
 
 
+def test_an_alert_about_the_gpu_of_a_batch_job_says_whose_it_is() -> None:
+    xid = alert("x", labels={"gpu_index": "3", "job_id": "4242", "job_user": "ana"})
+    assert alerts.row(xid, time_of(START_MS)).who == "job 4242"
+
+
 def test_an_alert_about_mig_devices_is_about_as_many_gpus_as_they_are_cut_from() -> None:
     parts = [
         AlertGpu(uuid=f"MIG-{node}-{index}-{number}", node=node, index=index)
