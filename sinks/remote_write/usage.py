@@ -82,7 +82,7 @@ def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) 
     is_mig, workload = usage.uuid != usage.gpu_uuid, usage.workload
     holder = job = None
     if workload is not None and workload.kind == JOB:
-        job = Job(workload.name, usage.labels.get("user"), usage.labels.get("partition"), usage.team)
+        job = Job(workload.name, usage.labels.get("user"), usage.labels.get("partition"), usage.labels.get("team"))
     elif usage.namespace is not None and usage.pod is not None:
         pod = usage.namespace, usage.pod, usage.pod_uid, usage.container
         holder = HolderIdentity(*pod, None, None, None, workload, tuple(tenant_labels(usage.labels, {})))
