@@ -287,6 +287,21 @@ async def test_a_gpu_that_is_cut_is_found_and_marked_by_its_alerts_and_counts_on
         assert await page.value("document.getElementById('none').hidden")
 
 
+async def test_batch_jobs_of_one_id_in_two_clusters_are_two(page: Page) -> None:
+    bench = Bench()
+    for cluster, gpus in {"c1": 1, "c2": 2}.items():
+        job = holder("4242", namespace="gpu", workload={"kind": "SlurmJob", "name": "4242"})
+        devices = [device(f"GPU-{cluster}-{number}", job, used=0.5) for number in range(gpus)]
+        bench.fleet.add_tick(tick(1, *devices, cluster=cluster), 1.0)
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#who", "3 devices")  # of their team
+        for by, name in {"workload": "gpu/SlurmJob/4242", "pod": "gpu/4242"}.items():
+            await page.value(f"document.querySelector('[data-by={by}]').click()")
+            await page.shows("#who", f"c2/{name}2 devices")
+            await page.shows("#who", f"c1/{name}1 device")
+
+
 async def test_an_alert_about_mig_devices_is_about_as_many_gpus_as_they_are_cut_from(page: Page) -> None:
     bench = Bench()
     migs = [{"uuid": f"MIG-{n}", "parent_uuid": f"GPU-{n // 3}", "profile": "1g.10gb"} for n in range(6)]

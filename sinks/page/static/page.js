@@ -87,7 +87,7 @@ function keyOf(device) {
     case "zone": return device.node.zone || "(no zone)";
     case "model": return device.model;
     case "team": return together(device, (holder) => holder[3] || "(no team)");
-    case "workload": return together(device, (holder) => `${holder[0]}/${holder[2] || holder[1]}`);
+    case "workload": return together(device, (holder) => inCluster(device.node, workloadName(holder)));
     default: return nodeName(device.node);
   }
 }
@@ -97,9 +97,13 @@ function together(device, of) {
   return keys.size === 0 ? "(held by nobody)" : keys.size === 1 ? [...keys][0] : "(shared by several)";
 }
 
-function nodeName(node) {
-  return clusters > 1 ? `${node.cluster}/${node.name}` : node.name;
+// A name that is unique within a cluster only.
+function inCluster(node, name) {
+  return clusters > 1 ? `${node.cluster}/${name}` : name;
 }
+
+const nodeName = (node) => inCluster(node, node.name);
+const workloadName = ([namespace, pod, workload]) => `${namespace}/${workload || pod}`;
 
 // Puts every GPU into its group. MIG devices share the tile of their GPU, which has none of its own then.
 function regroup() {
@@ -240,15 +244,16 @@ function paint(low, high) {
 }
 
 function showWho() {
-  const of = { team: (h) => h[3] || "(no team)", workload: (h) => `${h[0]}/${h[2] || h[1]}`, pod: (h) => `${h[0]}/${h[1]}` }[shown.by];
+  const name = { team: (h) => h[3] || "(no team)", workload: workloadName, pod: (h) => `${h[0]}/${h[1]}` }[shown.by];
   const rows = new Map();
   for (const device of fleet.devices.values()) {
     if (device.cut) continue;
-    for (const name of new Set(device.holders.map(of))) {
-      const row = rows.get(name) ?? { name, gpus: 0, b: 0, i: 0, x: 0 };
+    const of = (holder) => (shown.by === "team" ? name(holder) : inCluster(device.node, name(holder)));
+    for (const holder of new Set(device.holders.map(of))) {
+      const row = rows.get(holder) ?? { name: holder, gpus: 0, b: 0, i: 0, x: 0 };
       row.gpus += 1;
       if (device.word in row) row[device.word] += 1;
-      rows.set(name, row);
+      rows.set(holder, row);
     }
   }
   const sorted = [...rows.values()].sort((a, b) => b.gpus - a.gpus || compare(a.name, b.name));
