@@ -201,7 +201,8 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
                 for other_name, other in sending.items()
                 if other_name != name
             )
-            if node.epoch is not None or others_have_kubelet:
+            has_jobs = run_id not in node.snapshots and run.fates["exact"]  # a batch system says who holds its GPUs
+            if node.epoch is not None or (others_have_kubelet and not has_jobs):
                 earlier_note = "" if run_id not in node.snapshots else "; earlier ones of this run did"
                 findings.add(
                     f"{name}: no kubelet answers its producer: its samples have no pods",

@@ -152,6 +152,12 @@ def test_a_node_that_went_silent_is_named_unless_the_cluster_removed_it() -> Non
     assert findings_of(see([*ended, removed, *healthy()])) == {}
 
 
+def test_a_node_of_batch_jobs_beside_one_of_pods_needs_no_kubelet() -> None:
+    seqs = range(1, LAST // 10 + 1)
+    slurm = [attributed(seq, node="slurm") for seq in seqs] + [sample(seq, node="slurm", named=None) for seq in seqs]
+    assert findings_of(see([*healthy(), *slurm])) == {}
+
+
 def test_a_node_that_is_seldom_read_is_not_silent_between_its_ticks() -> None:
     seldom = [attributed(1, node="seldom"), sample(1, node="seldom", interval_ms=60_000), snapshot(node="seldom")]
     seldom.sort(key=lambda record: record.topic)
