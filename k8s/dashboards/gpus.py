@@ -71,12 +71,12 @@ FLEET_BOARD = dashboard(
         tile("GPUs", "Physical GPUs, those without a pod among them.", or_zero(f"count({gpus()})")),
         tile(
             "Held",
-            "GPUs that at least one pod holds, alone, shared or in a MIG device.",
+            "GPUs that a pod or batch job holds, alone, shared or in a MIG device.",
             or_zero(f"count({held_gpus()})"),
         ),
         tile(
             "Shared",
-            "GPUs and MIG devices that several pods hold.",
+            "GPUs and MIG devices that several pods or batch jobs hold.",
             or_zero(f"count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 1)"),
         ),
         tile(

@@ -52,7 +52,7 @@ def gpus() -> str:
 
 
 def held_gpus() -> str:
-    """Each physical GPU that a pod holds, alone, shared or by MIG; its value is the highest number of holders."""
+    """Each physical GPU that is held, alone, shared or by MIG; its value is the highest number of holders."""
     return f"max by ({GPU}) (gpu_holders{{{NODE_MATCHERS}}}) > 0"
 
 
