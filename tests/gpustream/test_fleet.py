@@ -255,7 +255,8 @@ def test_a_workload_uses_of_a_gpu_that_its_pods_share_what_they_use_together() -
     shared, alone = gpu("a", 0.8) | {"holders": replicas}, gpu("b", 0.4) | {"holders": replicas[:1]}
     (use,) = workloads(fleet_of(tick(shared, alone)).devices())
 
-    assert (use.pods, use.gpus, use.used_ratio) == (4, 2, pytest.approx(0.6))
+    assert (use.pods, use.gpus) == (4, 2)
+    assert use.used_ratio == pytest.approx(0.6)
     assert [held.uuid for held in use.devices] == ["a", "b"]
 
 

@@ -205,8 +205,8 @@ async def test_by_the_keyboard_each_tile_has_the_colour_of_what_is_said_of_it(pa
             texts = (await page.text("#said")).split(", ")
             if "g." in texts[0]:
                 return "narrow"  # a MIG device is narrower than what is looked at
-            word = next(text for text in texts if ": " in text).partition(":")[0]
-            if await page.value(PIXEL) == await page.value(COLOUR.format(word=word[0])):
+            word = next((text.partition(":")[0] for text in texts if ": " in text), None)  # None: nothing is said yet
+            if word and await page.value(PIXEL) == await page.value(COLOUR.format(word=word[0])):
                 return word
             await page.press(back)  # the text is of the moment of the key, and the tile may have changed since
             await page.press(key)
