@@ -291,6 +291,7 @@ class Interrupt:
     def find_spec(self, name, *_):
         if name == "click":
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 sys.meta_path.insert(0, Interrupt())
 runpy.run_module("gpustream", run_name="__main__")
 """
