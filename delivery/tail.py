@@ -11,7 +11,6 @@ again is read from its beginning.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from delivery.positions import StartFrom
 from delivery.settings import TopicAccess
 from delivery.tasks import until_stopped
 from delivery.topic_admin import TopicCheck
-from delivery.topic_watch import TopicWatch
+from delivery.topic_watch import TopicWatch, other_partitions
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +94,8 @@ class Tail:
             fetch_max_wait_ms=_POLL_MS,
             metadata_max_age_ms=_METADATA_MS,
         )
-        starts = await self._find_starts(tps)
-        consumer.assign([to_kafka(self._connection, tp) for tp in tps])
+        starts, kafka_tps = await self._find_starts(tps), [to_kafka(self._connection, tp) for tp in tps]
+        consumer.assign(kafka_tps)
         for tp, offset in starts.items():
             consumer.seek(to_kafka(self._connection, tp), offset)
         consumer._client.cluster.add_listener(self._topic_watch.note)  # noqa: SLF001 - no public way
@@ -108,7 +107,9 @@ class Tail:
                 except KafkaError as error:
                     await self._retry(error)
                     batches = {}
-                self._check_partitions(tps)  # first: no broker answers for one that is gone
+                changed = other_partitions(consumer, kafka_tps)  # first: no broker answers for one that is gone
+                if changed is not None:
+                    raise MustRestart(f"{changed} when this process started")
                 missing = self._topic_watch.missing.copy()
                 for tp, records in batches.items():
                     if tp.topic not in missing:
@@ -157,14 +158,6 @@ class Tail:
             except KafkaError as error:
                 await self._retry(error)
             await asyncio.sleep(_CHECK_EVERY_S)
-
-    def _check_partitions(self, tps: list[Partition]) -> None:
-        """Raise MustRestart if a topic has other partitions than these."""
-        for topic, expected in Counter(tp.topic for tp in tps).items():
-            name = self._connection.prefixed(topic)
-            count = len(self._consumer.partitions_for_topic(name) or ())
-            if count not in (0, expected):
-                raise MustRestart(f"{name} has {count} partitions, and had {expected} when this process started")
 
     async def _retry(self, error: KafkaError) -> None:
         """Log the error, if that is due, and wait before the next attempt."""

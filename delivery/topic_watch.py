@@ -5,8 +5,11 @@ State: the topics that were seen and are missing, and for each partition since w
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
+
+from aiokafka import TopicPartition
 
 from delivery.ledger import Partition
 
@@ -36,6 +39,16 @@ class TopicWatch:
             log.warning("%s: deleted; waiting for it", name)
             self.missing.add(name)
         self.seen |= present
+
+
+def other_partitions(consumer: Any, tps: Iterable[TopicPartition]) -> str | None:
+    """Which topic has another number of partitions by now than these are, as a part of a sentence; None if none has.
+    A topic that is missing has none."""
+    for topic, expected in Counter(tp.topic for tp in tps).items():
+        count = len(consumer.partitions_for_topic(topic) or ())
+        if count not in (0, expected):
+            return f"{topic} has {count} partitions, and had {expected}"
+    return None
 
 
 class PartitionWatch:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +27,7 @@ from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.sender import Sender
-from delivery.topic_watch import TopicWatch
+from delivery.topic_watch import TopicWatch, other_partitions
 from topics.times import time_of
 from topics.topic import Topic
 
@@ -135,14 +134,12 @@ class History:
             for tp, records in batches.items():
                 if tp.topic not in missing:
                     yield records
-            for topic, expected in Counter(tp.topic for tp in ends).items():
-                count = len(self._consumer.partitions_for_topic(topic) or ())
-                if count not in (0, expected):
-                    raise BrokerError(f"{topic} has {count} partitions, and had {expected} before: run this again")
-                if count and topic in missing:
-                    for tp in [tp for tp in ends if tp.topic == topic]:
-                        self._consumer.seek(tp, 0)
-                    topic_watch.missing.discard(topic)
+            if (changed := other_partitions(self._consumer, ends)) is not None:
+                raise BrokerError(f"{changed} before: run this again")
+            for topic in [topic for topic in missing if self._consumer.partitions_for_topic(topic)]:
+                for tp in [tp for tp in ends if tp.topic == topic]:
+                    self._consumer.seek(tp, 0)
+                topic_watch.missing.discard(topic)
             await asyncio.sleep(every_s)
 
     async def record(self, tp: Partition, offset: int) -> Any | None:
