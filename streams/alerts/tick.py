@@ -83,6 +83,10 @@ class Tick(AttributedTick, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     unwell: tuple[UnwellDevice, ...] = ()
 
+    def mig_devices_of(self, uuid: str) -> list[Device]:
+        """The MIG devices of a GPU."""
+        return [device for device in self.devices if device.mig is not None and device.mig.parent_uuid == uuid]
+
     def knows_holders(self, uuid: str) -> bool:
         """Whether it is known who holds a device, or if ``uuid`` is empty, each device of the node."""
         attributions = [self.attribution_of(device) for device in self.devices if uuid in ("", device.uuid)]

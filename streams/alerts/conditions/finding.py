@@ -106,8 +106,7 @@ def all_holders(view: View) -> tuple[Holder, ...]:
     """The holders of a device and of its MIG devices."""
     if view.whole:
         return view.device.holders
-    uuid = view.device.uuid
-    parts = [device for device in view.tick.devices if device.mig is not None and device.mig.parent_uuid == uuid]
+    parts = view.tick.mig_devices_of(view.device.uuid)
     return (*view.device.holders, *[holder for part in parts for holder in part.holders])
 
 

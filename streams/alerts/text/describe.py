@@ -123,8 +123,7 @@ def api_status(finding: Finding, tick: Tick) -> dict[str, str]:
     devices; empty if nothing."""
     if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
         return {}
-    ids = [finding.device]
-    ids += [device.uuid for device in tick.devices if device.mig is not None and device.mig.parent_uuid == ids[0]]
+    ids = [finding.device, *[device.uuid for device in tick.mig_devices_of(finding.device)]]
     status = _join_names(str(device) for device in tick.unwell if device.device_id in ids)
     return {"api_status": clean(status)} if status else {}
 
