@@ -32,8 +32,14 @@ _LOG_LINES = "3"
 
 CLUSTER_RIGHTS = (
     *(("", resource, verb) for resource in ("pods", "nodes", "namespaces") for verb in ("list", "watch")),
+    *(
+        ("resource.k8s.io", resource, verb)
+        for resource in ("resourceslices", "resourceclaims", "devicetaintrules")
+        for verb in ("list", "watch")
+    ),
     *(("apps", resource, "get") for resource in ("replicasets", "deployments", "statefulsets", "daemonsets")),
     *(("batch", resource, "get") for resource in ("jobs", "cronjobs")),
+    ("", "replicationcontrollers", "get"),
 )
 """What the cluster producer's service account must be allowed to do everywhere: group, resource, verb."""
 

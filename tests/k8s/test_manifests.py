@@ -15,6 +15,7 @@ import yaml
 
 from delivery import values
 from gpustream.comparison import is_ours
+from gpustream.doctor.kubernetes import CLUSTER_RIGHTS, LEASE_RIGHTS
 from gpustream.serve import STOP_WITHIN_S
 from producers.cluster import owners
 from producers.cluster.component import PATHS
@@ -483,6 +484,11 @@ def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
     }
     lease = default_lease().rpartition("/")[2]
     assert {only for *_, only in rules("cluster") if only} == {lease}
+
+
+def test_the_doctor_asks_for_each_right_of_the_cluster_producer() -> None:
+    assert {(*right, "") for right in CLUSTER_RIGHTS} == rules("gpustream-cluster")
+    assert set(LEASE_RIGHTS) == {tuple(right) for *right, _ in rules("cluster")}
 
 
 ABOVE_FEW = {"Pod"}
