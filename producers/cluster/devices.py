@@ -139,15 +139,18 @@ class Slices:
 
 
 def tainted(devices: Mapping[DraDevice, Sequence[str]], rules: Iterable[DeviceTaintRule]) -> dict[UnwellDevice, None]:
-    """The taints of these devices: those of their slices, and of the rules that select them."""
+    """The taints of these devices: those of their slices, and of the rules that select them. A rule without a selector
+    selects none, and one with an empty selector all."""
     unwell: dict[UnwellDevice, None] = {}
     for device, taints in devices.items():
         texts = list(taints)
         for rule in rules:
             selector = rule.spec.device_selector
-            expected = (selector.driver, selector.pool, selector.device) if selector is not None else ()
+            if selector is None:
+                continue
+            expected = (selector.driver, selector.pool, selector.device)
             actual = (device.driver, device.pool, device.device)
-            if all(want is None or want == has for want, has in zip(expected, actual, strict=False)):
+            if all(want is None or want == has for want, has in zip(expected, actual, strict=True)):
                 texts.append(taint_text(rule.spec.taint))
         unwell |= {UnwellDevice(device.uuid, taint=text): None for text in texts}
     return unwell

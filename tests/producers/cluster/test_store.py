@@ -403,12 +403,19 @@ def test_the_taints_of_a_slice_and_of_rules_make_their_devices_unwell() -> None:
     by_rule = {"device_id": "GPU-b", "taint": "example.com/xid=79:NoExecute"}
     assert by_rule in unwell(cluster)
     assert unwell(cluster, "n2") == []
-    cluster.put_taint_rule(taint_rule())
+    cluster.put_taint_rule(taint_rule(deviceSelector={}))
     assert len(unwell(cluster)) == 3
     assert len(unwell(cluster, "n2")) == 1
     cluster.remove_taint_rule("uid-rule")
     assert len(unwell(cluster)) == 1
     assert unwell(cluster, "n2") == []
+
+
+def test_a_rule_without_a_selector_taints_nothing() -> None:
+    cluster = state("n1")
+    cluster.put_slice(slice_())
+    cluster.put_taint_rule(taint_rule())
+    assert unwell(cluster) == []
 
 
 def test_a_rule_that_selects_by_something_unknown_taints_nothing() -> None:
