@@ -304,9 +304,12 @@ class Kubelet:
             settled = self._clock() >= self._settled_s
             kept: list[Json] = []
             if not settled:  # it may lack pods: keep the known containers whose devices are free
-                listed_keys = set(map(container_key, decoded))
-                taken_devices = {device for row in decoded for device in _devices(row)}
-                missing = [row for row in self._listed_containers or () if container_key(row) not in listed_keys]
+                listed_keys, known = set(map(container_key, decoded)), self._listed_containers or ()
+                devices_before = {container_key(row): _devices(row) for row in known}
+                taken_devices = set[Any]()  # what a container had before, beside another, it took from nobody
+                for row in decoded:
+                    taken_devices |= _devices(row) - devices_before.get(container_key(row), set())
+                missing = [row for row in known if container_key(row) not in listed_keys]
                 kept = [row for row in missing if taken_devices.isdisjoint(_devices(row))]
             self._listed_containers, self._last_answer = [*decoded, *kept], answer if settled else None
         self._events_at_call, self._answered_s = events_at_call, self._clock()

@@ -26,6 +26,7 @@ from tests.producers.node.pod_resources import (
     INVALID_UTF8,
     Server,
     answer,
+    claiming,
     container,
     dead,
     listening,
@@ -261,6 +262,27 @@ async def test_after_a_restart_a_device_with_another_holder_is_believed_at_once(
         server.reply = pods_on({GPU_A: "bert-1"})
         server.start()
         assert await bench.until("ok", 2) == ["bert-1"]
+
+
+async def test_after_a_restart_a_device_that_several_containers_have_by_claims_keeps_those_that_are_not_listed_yet(
+    path: Path, server: Server
+) -> None:
+    gpu_0, gpu_1 = (("gpu.nvidia.com", "n1", f"gpu-{i}") for i in (0, 1))
+    monitor = pod("monitor", claiming("main", "monitor-gpus", gpu_0, gpu_1))
+    train, share_a, share_b = (
+        pod(name, claiming("main", claim, device))
+        for name, claim, device in [("train", "one", gpu_0), ("share-a", "shared", gpu_1), ("share-b", "shared", gpu_1)]
+    )
+    async with polling(path) as bench:
+        server.reply = answer(monitor, train, share_a, share_b)
+        assert await bench.pods() == ["monitor", "train", "share-a", "share-b"]
+        server.stop()
+        await bench.pods()
+        server.reply = answer(monitor, share_a)
+        server.start()
+        assert sorted(await bench.until("ok", 2) or ()) == ["monitor", "share-a", "share-b", "train"]
+        server.reply = answer(monitor, share_a, pod("next", claiming("main", "two", gpu_0)))
+        assert sorted(await bench.pods() or ()) == ["monitor", "next", "share-a", "share-b"]
 
 
 async def test_after_a_restart_a_kubelet_that_has_its_pods_is_believed_at_once(path: Path, server: Server) -> None:
