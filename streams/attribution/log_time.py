@@ -300,7 +300,9 @@ def _resolve_missing(
             ended.add(name)
     pods = {name: pod for name, pod in pods.items() if name not in ended}
     by_uid |= {pod.uid: pod for pod in pods.values() if pod}
-    return ResolvedPods(pods, frozenset(ended) or EMPTY, by_uid, *as_of.node_at(ts_ms))
+    late = [pod for name, pod in pods.items() if pod is not None and by_time[name] is None]
+    node = as_of.node_at(ts_ms)._replace(admin=as_of.admin_with(late, ts_ms))
+    return ResolvedPods(pods, frozenset(ended) or EMPTY, by_uid, *node)
 
 
 def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:

@@ -198,3 +198,19 @@ def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_reported_w
     pods = [[[holder.pod for holder in device.holders] for device in output.sample.devices] for output in joined_ticks]
     everyone = [["given", "monitoring", "also"], ["also"]]
     assert pods == [everyone, [["given"], ["also"]], everyone]
+
+
+def test_a_pod_that_only_looks_holds_nothing_from_its_first_tick_on() -> None:
+    """Its first ticks come before the records that have it and its claim have been logged for two seconds."""
+    allocated, monitoring = (Claim(name, "ns", "gpu.nvidia.com", "n", "gpu-0") for name in ("given", "monitoring"))
+    of_claims = [Container("ns", claim.claim, "main", claims=(claim,)) for claim in (allocated, monitoring)]
+    before = replace(workloads(1, pod("given")), dra_devices=(DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(0)),))
+    after = replace(
+        before, seq=2, ts_ms=9_500, pods=(*before.pods, pod("monitoring", started=9_000)), admin_claims=(monitoring,)
+    )
+    snapshots = [snapshot(1, of_claims[0]), snapshot(2, *of_claims, ts_ms=9_400)]
+    ticks = [pending(tick(i, 2, ts_ms=ms), i, logged_ms=ms) for i, ms in enumerate((9_400, 10_000, 11_000, 12_000))]
+
+    _, joined_ticks = run(join.NEW, logged(before), *snapshots, logged(after, 9_500), *ticks)
+
+    assert [[holder.pod for holder in output.sample.devices[0].holders] for output in joined_ticks] == [["given"]] * 4
