@@ -211,13 +211,15 @@ def _holders_at_tick(
 
 
 def _unwell(reported: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
-    """The devices that the API server reports as unwell, each with its UUID if its id means a device of the tick."""
-    index, unwell = DeviceIndex(sample.devices), list[UnwellDevice]()
+    """The devices that the API server reports as unwell, each once: with its UUID if its id means a device of the tick,
+    or says the UUID of one that is gone."""
+    index, unwell = DeviceIndex(sample.devices), dict[UnwellDevice, None]()
     for device in reported:
         uuid = None
         with contextlib.suppress(UnknownDeviceId):
-            uuid = index.find(parse(device.device_id))
-        unwell.append(device if uuid is None else _replace(device, device_id=uuid))
+            ref = parse(device.device_id)
+            uuid = index.find(ref) or ref.uuid
+        unwell[device if uuid is None else _replace(device, device_id=uuid)] = None
     return tuple(unwell)
 
 

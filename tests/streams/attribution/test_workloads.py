@@ -216,6 +216,18 @@ def test_what_the_api_server_reports_of_devices_is_in_the_attributed_tick_by_the
     assert history.unwell[-1].value[-1].value == ()
 
 
+def test_shares_of_a_gpu_that_are_unwell_are_the_gpu_once_also_if_it_is_gone() -> None:
+    shares = [UnwellDevice(f"{gpu(n)}::{share}", health="Unhealthy") for n in (1, 9) for share in range(3)]
+    history = history_of(msgspec.structs.replace(workloads(1), unwell=tuple(shares)))
+    resolved = resolve(history, None, frozenset(), LookupTime(0, 10_000, float("inf")))
+    assert isinstance(resolved, ResolvedPods)
+    sample = msgspec.structs.replace(tick(1, None), devices=(Device(gpu(1), index=0),))
+    joined, _ = attribute(
+        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", resolved), {}, None
+    )
+    assert joined.sample.unwell == tuple(UnwellDevice(gpu(n), health="Unhealthy") for n in (1, 9))
+
+
 def test_of_two_records_at_one_time_the_later_counts() -> None:
     history = history_of(workloads(1, pod("p", labels={"v": "1"})), workloads(2, pod("p", labels={"v": "2"})))
 
