@@ -247,7 +247,7 @@ def _memo(
         holders = _holders(snapshot, pods, devices)
     pod_of, held = None if pods.by_uid is None else pods.by_uid.get, list[HeldDevice]()
     for device in devices:
-        all_holders, conflict = add_observed(device, holders.by_uuid.get(device.uuid, ()), pod_of)
+        all_holders, conflict = add_observed(device, holders.by_uuid.get(device.uuid, ()), pod_of, holders.by_claim)
         held.append(HeldDevice(all_holders, conflict, owners_of(device, all_holders)))
     return Memo(snapshot, facts, pods, holders, tuple(held))
 

@@ -20,7 +20,8 @@ a process on a device that it was not given, the pod becomes an observed holder,
 workloads lack the pod, because it asked for no GPU or has ended, it can't be named: then there is only a conflict. It
 is no conflict if a holder's uid is not known: the process may be that holder's. Any process of no pod, of a display
 server for example, is a conflict on a device that pods hold. An MPS server, in a pod or not, computes for others: it
-does not show who holds the device.
+does not show who holds the device. A DRA driver may make a MIG device for a claim, whose UUID no slice has: a pod with
+such a claim and a process on a MIG device was given that device.
 
 **A shared device** is divided among its holders: the parts and the rest add up to the device, to the last bits of a
 float. No part is negative. The order of processes and holders does not matter.
@@ -76,10 +77,12 @@ _replace = msgspec.structs.replace
 
 
 class SnapshotHolders(msgspec.Struct, frozen=True):
-    """The holders of each device, by UUID, and the device ids that are in no known grammar."""
+    """The holders of each device, by UUID, and the device ids that are in no known grammar. ``by_claim`` has a
+    container of each pod with a claim to a device whose UUID its driver does not say."""
 
     by_uuid: dict[str, tuple[Holder, ...]]
     unknown_ids: tuple[str, ...] = ()
+    by_claim: dict[PodName, Holder] = {}
 
 
 # -- by the snapshot
@@ -100,24 +103,18 @@ def holders_by_snapshot(
     containers = [container for container in snapshot.containers if (container.namespace, container.pod) not in ended]
     hami_ids = hami_device_ids(containers, pods)
     holders_by_uuid: dict[str, dict[ContainerName, Holder]] = {}
+    by_claim: dict[PodName, Holder] = {}
     unknown_ids: list[str] = []
+    drivers = {driver for driver, *_ in dra}
     for container in containers:
-        pod_name, resource = (container.namespace, container.pod), container.resource
-        if (pod := pods.get(pod_name)) is not None and container.pod_uid in (None, pod.uid):
-            holder = holder_of(pod, container=container.container, resource=resource)
-        else:
-            holder = Holder(
-                *pod_name,
-                pod_uid=container.pod_uid,
-                container=container.container,
-                resource=resource,
-                pod_unknown=pod_name in pods,
-            )
-        name = (*pod_name, container.container)
+        holder, name = _listed_holder(container, pods), (container.namespace, container.pod, container.container)
         ids: list[str] = list(container.device_ids)
         if name in hami_ids and any(map(is_slot, ids)):
             ids = [device_id for device_id in ids if not is_slot(device_id)] + list(hami_ids[name])
-        ids += [dra[key] for c in container.claims if (key := (c.driver, c.pool, c.device)) in dra and c not in admin]
+        claimed = [(c.driver, c.pool, c.device) for c in container.claims if c not in admin]
+        ids += [dra[key] for key in claimed if key in dra]
+        if any(key not in dra and key[0] in drivers for key in claimed):
+            by_claim.setdefault(name[:2], holder)
         for device_id in ids:
             try:
                 uuid = index.find(parse(device_id))
@@ -127,7 +124,21 @@ def holders_by_snapshot(
             if uuid is not None:
                 holders_by_uuid.setdefault(uuid, {}).setdefault(name, holder)
     return SnapshotHolders(
-        {uuid: tuple(holders.values()) for uuid, holders in holders_by_uuid.items()}, tuple(unknown_ids)
+        {uuid: tuple(holders.values()) for uuid, holders in holders_by_uuid.items()}, tuple(unknown_ids), by_claim
+    )
+
+
+def _listed_holder(container: Container, pods: Pods) -> Holder:
+    """A container of a snapshot, with what is known of its pod."""
+    pod_name, resource = (container.namespace, container.pod), container.resource
+    if (pod := pods.get(pod_name)) is not None and container.pod_uid in (None, pod.uid):
+        return holder_of(pod, container=container.container, resource=resource)
+    return Holder(
+        *pod_name,
+        pod_uid=container.pod_uid,
+        container=container.container,
+        resource=resource,
+        pod_unknown=pod_name in pods,
     )
 
 
@@ -258,11 +269,14 @@ def process_uids(devices: Iterable[Device]) -> frozenset[str]:
 
 
 def add_observed(
-    device: Device, holders: tuple[Holder, ...], pod_of: Callable[[str], Pod | None] | None
+    device: Device,
+    holders: tuple[Holder, ...],
+    pod_of: Callable[[str], Pod | None] | None,
+    by_claim: Mapping[PodName, Holder],
 ) -> DeviceHolders:
     """The holders of a device with the pods that its processes show. ``pod_of`` returns the pod of a uid as it was at
     the time of the tick; None: the node has no workloads. A holder whose uid is not known may be any pod of its name,
-    and any pod that is not known."""
+    and any pod that is not known. A MIG device may have been made for one of the pods in ``by_claim``."""
     if not device.processes:
         return DeviceHolders(holders)
     holder_uids = [holder.pod_uid for holder in holders if holder.pod_uid is not None]
@@ -273,11 +287,13 @@ def add_observed(
     pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}
     without_uid = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
     observed = [pod for pod in pods.values() if pod is not None and (pod.namespace, pod.name) not in without_uid]
-    if observed:
-        observed.sort(key=lambda pod: (pod.namespace, pod.name, pod.uid))
-        return DeviceHolders((*holders, *[holder_of(pod, observed=True) for pod in observed]), UNALLOCATED)
-    if not without_uid and any(pod is None and not is_static_pod(uid) for uid, pod in pods.items()):
-        return DeviceHolders(holders, UNALLOCATED)
+    observed.sort(key=lambda pod: (pod.namespace, pod.name, pod.uid))
+    by_uid = {holder.pod_uid: holder for holder in by_claim.values()} if device.mig else {}
+    shown = [by_uid.get(pod.uid) or holder_of(pod, observed=True) for pod in observed]
+    unknown = not without_uid and any(pod is None and not is_static_pod(uid) for uid, pod in pods.items())
+    if unknown or any(holder.observed for holder in shown):
+        return DeviceHolders((*holders, *shown), UNALLOCATED)
+    holders = (*holders, *shown)
     return DeviceHolders(holders, NO_POD if holders and None in uids else None)
 
 

@@ -168,6 +168,16 @@ def test_a_claimed_mig_device_and_an_id_of_the_same_make_one_holder() -> None:
     assert [(uuid, len(holders)) for uuid, holders in result.by_uuid.items()] == [(MIG_1, 1)]
 
 
+def test_a_claim_may_be_to_a_device_that_was_made_for_it_if_its_driver_has_others_and_it_does_not_only_look() -> None:
+    known, made = ("gpu.nvidia.com", "n", "gpu-0"), ("gpu.nvidia.com", "n", "gpu-1-mig-1g10gb-0")
+    channel = ("compute-domain.nvidia.com", "n", "channel-0")
+    listed = snapshot(1, claiming("p", known, made), claiming("q", known, channel), claiming("r", known))
+    admin = frozenset(claiming("p", made).claims)
+
+    assert [*holders_by_snapshot(listed, DEVICES, {}, {known: A}).by_claim] == [("ns", "p")]
+    assert holders_by_snapshot(listed, DEVICES, {}, {known: A}, admin=admin).by_claim == {}
+
+
 def test_a_slice_that_says_no_uuid_is_reported() -> None:
     key = ("gpu.nvidia.com", "n", "gpu-0")
 

@@ -7,7 +7,7 @@ from streams.attribution import join
 from streams.attribution.holders import DeviceHolders, add_observed
 from tests.streams.attribution.records import container, gpu, logged, pending, pod, snapshot, tick, workloads
 from topics.attributed import AttributedDevice, Holder, Parts, Workload
-from topics.samples import Device, Process
+from topics.samples import Device, Mig, Process
 from topics.workloads import Owner, Pod
 
 A = Holder("ns", "a", pod_uid="uid-a")
@@ -24,7 +24,7 @@ def process(pod_name: str | None, memory: int | None = 40, ratio: float | None =
 
 def holders_of(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> DeviceHolders:
     """The holders of a GPU with these processes; the pods a, b and c are known."""
-    return add_observed(Device(gpu(1), processes=processes, info=info), holders, PODS.get)
+    return add_observed(Device(gpu(1), processes=processes, info=info), holders, PODS.get, {})
 
 
 def names(evidence: DeviceHolders) -> list[tuple[str, bool]]:
@@ -57,6 +57,20 @@ def test_a_pod_on_a_device_that_it_was_not_given_is_an_observed_holder_with_all_
 def test_a_pod_on_a_device_that_nobody_holds_is_shown() -> None:
     assert names(holders_of(process("b"), holders=())) == [("b", True)]
     assert holders_of(process("b"), holders=()).conflict == "unallocated_process"
+
+
+def test_a_pod_was_given_the_mig_device_that_was_made_for_its_claim_and_its_processes_show_which_one() -> None:
+    by_claim = {("ns", "b"): Holder("ns", "b", pod_uid="uid-b", container="main")}
+    mig = Device("MIG-1", mig=Mig("MIG-1", gpu(1)), processes=(process("b"),))
+
+    assert add_observed(mig, (), PODS.get, by_claim) == DeviceHolders((by_claim["ns", "b"],), None)
+    with_another = msgspec.structs.replace(mig, processes=(process("b"), process("c")))
+    assert names(add_observed(with_another, (), PODS.get, by_claim)) == [("b", False), ("c", True)]
+    assert add_observed(with_another, (), PODS.get, by_claim).conflict == "unallocated_process"
+    whole = Device(gpu(1), processes=(process("b"),))
+    assert names(add_observed(whole, (), PODS.get, by_claim)) == [("b", True)]
+    another_of_that_name = {("ns", "b"): Holder("ns", "b", pod_uid="uid-b-before", container="main")}
+    assert names(add_observed(mig, (), PODS.get, another_of_that_name)) == [("b", True)]
 
 
 def test_observed_holders_stand_in_one_order_each_once() -> None:
@@ -115,7 +129,7 @@ def test_a_static_pod_is_none_that_the_workloads_do_not_have() -> None:
 def test_where_the_node_has_no_workloads_no_pod_is_one_that_they_do_not_have() -> None:
     device = Device(gpu(1), processes=(process("z"), process("b")))
 
-    assert add_observed(device, (A,), None) == DeviceHolders((A,), None)
+    assert add_observed(device, (A,), None, {}) == DeviceHolders((A,), None)
 
 
 def test_a_holder_whose_uid_is_not_known_is_known_by_its_name() -> None:
@@ -126,7 +140,7 @@ def test_a_holder_whose_uid_is_not_known_is_known_by_its_name() -> None:
 
 def test_where_processes_cannot_be_seen_there_is_no_evidence() -> None:
     assert holders_of(process("b"), process(None), processes_visible="false") == DeviceHolders((A,), None)
-    assert add_observed(Device(gpu(1), processes=None), (A,), PODS.get) == DeviceHolders((A,), None)
+    assert add_observed(Device(gpu(1), processes=None), (A,), PODS.get, {}) == DeviceHolders((A,), None)
 
 
 # -- in a tick
