@@ -8,7 +8,7 @@ lately; the call in flight, at most one.
 On failure: a failed call is counted by its result, logged when the result changes, and made again at the next tick;
 after some results only later. The last known containers stay in force, however long that takes. A kubelet that was
 restarted answers before it knows all its pods. So for some seconds a container that it does not list is kept, unless
-another container has its devices.
+another container has got its devices.
 
 Source: Kubernetes' pod-resources API, v1 (podresources.proto); the kubelet limits all its clients together to 100 calls
 a second.
