@@ -21,7 +21,7 @@ workloads lack the pod, because it asked for no GPU or has ended, it can't be na
 is no conflict if a holder's uid is not known: the process may be that holder's. Any process of no pod, of a display
 server for example, is a conflict on a device that pods hold. An MPS server, in a pod or not, computes for others: it
 does not show who holds the device. A DRA driver may make a MIG device for a claim, whose UUID no slice has: a pod with
-such a claim and a process on a MIG device was given that device.
+such a claim and a process on a MIG device that nobody holds was given that device.
 
 **A shared device** is divided among its holders: the parts and the rest add up to the device, to the last bits of a
 float. No part is negative. The order of processes and holders does not matter.
@@ -276,7 +276,7 @@ def add_observed(
 ) -> DeviceHolders:
     """The holders of a device with the pods that its processes show. ``pod_of`` returns the pod of a uid as it was at
     the time of the tick; None: the node has no workloads. A holder whose uid is not known may be any pod of its name,
-    and any pod that is not known. A MIG device may have been made for one of the pods in ``by_claim``."""
+    and any pod that is not known. One that nobody holds may be a MIG device made for a pod in ``by_claim``."""
     if not device.processes:
         return DeviceHolders(holders)
     holder_uids = [holder.pod_uid for holder in holders if holder.pod_uid is not None]
@@ -288,7 +288,7 @@ def add_observed(
     without_uid = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
     observed = [pod for pod in pods.values() if pod is not None and (pod.namespace, pod.name) not in without_uid]
     observed.sort(key=lambda pod: (pod.namespace, pod.name, pod.uid))
-    by_uid = {holder.pod_uid: holder for holder in by_claim.values()} if device.mig else {}
+    by_uid = {holder.pod_uid: holder for holder in by_claim.values()} if device.mig and not holders else {}
     shown = [by_uid.get(pod.uid) or holder_of(pod, observed=True) for pod in observed]
     unknown = not without_uid and any(pod is None and not is_static_pod(uid) for uid, pod in pods.items())
     if unknown or any(holder.observed for holder in shown):

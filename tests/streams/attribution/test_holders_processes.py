@@ -71,6 +71,7 @@ def test_a_pod_was_given_the_mig_device_that_was_made_for_its_claim_and_its_proc
     assert names(add_observed(whole, (), PODS.get, by_claim)) == [("b", True)]
     another_of_that_name = {("ns", "b"): Holder("ns", "b", pod_uid="uid-b-before", container="main")}
     assert names(add_observed(mig, (), PODS.get, another_of_that_name)) == [("b", True)]
+    assert names(add_observed(mig, (A,), PODS.get, by_claim)) == [("a", False), ("b", True)]
 
 
 def test_observed_holders_stand_in_one_order_each_once() -> None:
