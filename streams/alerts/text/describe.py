@@ -145,7 +145,7 @@ def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wor
     """The labels and annotations of the alert about a node without ticks."""
     holding_pods = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
     summary = f"{state.node} has sent nothing since {moment(time_of(state.last_ts_ms))}"
-    held_by = f"held by {counted(len(holding_pods), 'pod')}"
+    held_by = f"held by {counted(len(holding_pods), 'pod') if holding_pods else 'no pod'}"
     gpus = sum(remembered.parent is None for remembered in memory.devices.values())
     description = f"{summary}. It had {counted(gpus, 'GPU')}, {held_by}."
     return _make_labels(rule, state.cluster, state.node, ()), _make_annotations(rule, summary, description, {}, wording)

@@ -26,18 +26,15 @@ _NODE_TEXTS: dict[Kind, tuple[str, str]] = {
     "lost": ("is lost: NVML can't reach it any more", "are lost: NVML can't reach them any more"),
     "not_answering": ("does not answer its driver", "do not answer their driver"),
 }
-POLICY = (
-    "Give back what is not needed. If a pod is to keep idle GPUs, annotate it, or its namespace, with"
-    ' gpustream.dev/idle-after: "2h", or gpustream.dev/alerts: "off".'
-)
 
 
 class PodTexts(NamedTuple):
-    """The texts of a kind: the state of its GPUs, what the owner of the pods can do, what precedes the time of the last
-    work, and what is written if there was none."""
+    """The texts of a kind: the state of its GPUs, what the owner of the pods can do, how a pod may say that it is meant
+    so, what precedes the time of the last work, and what is written if there was none."""
 
     state: str
-    policy: str
+    advice: str
+    opt_out: str = ""
     since: str = ""
     never_worked: str = ""
 
@@ -60,19 +57,25 @@ _OTHER_KIND_TEXTS: dict[Kind, OtherKindTexts] = {
 _HOW_TO_SWITCH_OFF = ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".'
 _POD_TEXTS: dict[Kind, PodTexts] = {
     "held_idle": PodTexts(
-        "idle", POLICY, "The last work was at", "None has worked since the grace of its pod was over."
+        "idle",
+        "Give back what is not needed.",
+        " If a pod is to keep idle GPUs, annotate it, or its namespace, with"
+        ' gpustream.dev/idle-after: "2h", or gpustream.dev/alerts: "off".',
+        "The last work was at",
+        "None has worked since its grace was over.",
     ),
     "stalled": PodTexts(
         "stalled",
-        "Utilization is full, and hardly any work is done: look where the processes wait, and start them again."
-        f"{_HOW_TO_SWITCH_OFF}",
+        "Utilization is full, and hardly any work is done: look where the processes wait, and start them again.",
+        _HOW_TO_SWITCH_OFF,
     ),
     "underused": PodTexts(
-        "underused", f"Use fewer or smaller GPUs, share them, or look what they wait for.{_HOW_TO_SWITCH_OFF}"
+        "underused", "Use fewer or smaller GPUs, share them, or look what they wait for.", _HOW_TO_SWITCH_OFF
     ),
     "memory_hoarded": PodTexts(
         "hardly used, with their memory held",
-        f"Free the memory, or use a smaller GPU or a part of one.{_HOW_TO_SWITCH_OFF}",
+        "Free the memory, or use a smaller GPU or a part of one.",
+        _HOW_TO_SWITCH_OFF,
     ),
     "straggler": PodTexts(
         "suspect",
@@ -81,7 +84,8 @@ _POD_TEXTS: dict[Kind, PodTexts] = {
     ),
     "crash_loop": PodTexts(
         "held by containers that crash again and again",
-        f"Read the logs of the last run, and scale the workload down until it is mended.{_HOW_TO_SWITCH_OFF}",
+        "Read the logs of the last run, and scale the workload down until it is mended.",
+        _HOW_TO_SWITCH_OFF,
     ),
 }
 
@@ -133,7 +137,8 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     last_active = max([member.last_active for member in firing_members if member.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     kind: Kind = rule.kind if rule is not None and rule.kind in _POD_TEXTS else "held_idle"
-    state, policy, since, never_worked = _POD_TEXTS[kind]
+    state, advice, opt_out, since, never_worked = _POD_TEXTS[kind]
+    policy = advice if "job_id" in alert.labels else f"{advice}{opt_out}"  # a batch job can't be annotated
     gpus_by_kind: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHER_KIND_TEXTS}
     for other in [other for other in group.others if other.gpu not in alert.gpus]:
         gpus_by_kind.setdefault(kind_of_other(other, rule, rules), []).append(other.gpu)

@@ -18,7 +18,8 @@ from streams.alerts.rules.rule import Rules, Wording
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, mig, overlay, tick
 from topics.alerts import MEMBERS, Alert, AlertGroup, AlertReport, fingerprint, transition_id
-from topics.attributed import Holder, Workload
+from topics.attributed import Holder, Workload, holder_of_job
+from topics.samples import Job
 from topics.times import MAX_TIME_MS, epoch_ms, time_of
 
 SOON_RULES = overlay("""
@@ -61,6 +62,12 @@ def test_an_idle_pod_of_eight_gpus_is_one_alert_with_its_gpus_inside() -> None:
     assert (alert.idle, alert.held, alert.name) == (8, 8, "GPUHeldIdle")
     assert "8 of 8 GPUs idle" in alert.annotations["summary"]
     assert {name for name in alert.labels if name.startswith("gpu_")} == set()
+
+
+def test_the_owner_of_a_batch_job_is_not_asked_to_annotate_a_pod() -> None:
+    (alert,) = fired(SOON_RULES, (range(60), "n", held_devices(1, holder_of_job(Job("4242", "ana")))))
+    assert alert.annotations["policy"] == "Give back what is not needed."
+    assert not {"annotate", "pod"} & set(alert.annotations["description"].split())
 
 
 def test_idle_gpus_beside_working_ones_have_another_text() -> None:

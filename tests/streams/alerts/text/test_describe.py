@@ -350,6 +350,13 @@ def test_a_silent_node_is_described_by_what_it_had() -> None:
     assert annotations["description"] == "n has sent nothing since 2026-11-20 23:59 UTC. It had 3 GPUs, held by 1 pod."
 
 
+def test_a_silent_node_without_pods_was_held_by_none() -> None:
+    memory = remember(Memory(), tick(0, device(0)), 1)
+    (rule,) = DEFAULTS.of("node_silent")
+    state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
+    assert "It had 1 GPU, held by no pod." in describe_silence(rule, state, memory)[1]["description"]
+
+
 def test_the_mig_devices_of_a_silent_node_are_no_further_gpus() -> None:
     memory = remember(Memory(), tick(0, device(0), mig(1), mig(2, holder("a"))), 1)
     (rule,) = DEFAULTS.of("node_silent")
