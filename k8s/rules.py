@@ -50,6 +50,11 @@ LEVELS = {
 """For each level, the series that are summed, and the labels to sum by."""
 
 
+def counted(noun: str) -> str:
+    """The template of how many there are: ``1 record``, ``2 records``. An increase is seldom a whole number."""
+    return f'{{{{ printf "%.0f" $value }}}} {noun}{{{{ if ge $value 1.5 }}}}s{{{{ end }}}}'
+
+
 class Alert(NamedTuple):
     """An alerting rule; ``subject`` and ``description`` are its annotations."""
 
@@ -243,13 +248,13 @@ PIPELINE_ALERTS = (
     Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", f"{PROCESS}, reason"),
           "critical",
           f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
-          "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
+          counted("tick") + " in 5 minutes never reached Kafka: lost. For buffer_full and buffer_age"
           " see whether Kafka is there, or give --buffer more."),
     Alert("GpustreamRecordsExpired",
           "\nor ".join(map(_increases, [*own_metrics("lost_offsets_total"), *own_metrics("records_expired_total")])),
           "critical",
           f"{ITS}: Kafka deleted records before they were read",
-          "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps."),
+          counted("record") + " in 5 minutes: lost to it. It was behind by more than the topic keeps."),
     _behind("GpustreamAttributionBehind", 'gpustream_attribution_lag_records{topic="gpu.samples"}',
             "gpustream_attribution_ticks_total",
             "is more than a minute behind", "{{ $value | humanize }} ticks wait in gpu.samples. " + KEPT),
@@ -283,11 +288,11 @@ PIPELINE_ALERTS = (
     Alert("GpustreamSeriesCollide",
           "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in own_metrics("samples_withheld_total")),
           "warning",
-          ITS + " leaves out {{ $value | humanize }} samples for their labels",
+          f"{ITS} leaves out {counted('sample')} because of labels",
           "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series"
           " a label that tells it apart.", "10m"),
     Alert("GpustreamMisplacedNodes", "\nor ".join(map(_increases, own_metrics("misplaced_nodes_total"))), "warning",
-          ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
+          f"{ITS} reads {counted('node')} from a wrong partition",
           "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
           " attributed without their snapshots."),
     Alert("GpustreamTicksMissed", f"""
@@ -298,7 +303,7 @@ PIPELINE_ALERTS = (
           "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
           "10m"),
     Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, own_metrics("records_dead_lettered_total"))), "warning",
-          ITS + " could not use {{ $value | humanize }} records",
+          f"{ITS} could not use {counted('record')}",
           "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers."),
     Alert("GpustreamLateAttribution", f"""
           sum by ({JOB}) (rate(gpustream_attribution_ticks_total{{attribution="late"}}[10m]))

@@ -683,6 +683,24 @@ def test_a_lost_gpu_that_is_cut_is_not_called_as_many_gpus_as_it_has_mig_devices
     promtool("test", "rules", tests_file)
 
 
+@pytest.mark.parametrize(("counted", "text"), [("0x5 1x4", "1 record"), ("0x5 3x4", "3 records")])
+def test_an_alert_counts_whole_records_and_one_is_no_plural(tmp_path: Path, counted: str, text: str) -> None:
+    """Prometheus' increase in 5 minutes is 1.25 of one record then."""
+    (rule,) = [rule for rule in rules() if rule.get("alert") == "GpustreamDeadLetters"]
+    summary = {"summary": f"producer could not use {text}"}
+    labels = {"severity": "warning", "job": "gpustream", "instance": "producer"}
+    alert = {"exp_labels": labels, "exp_annotations": rule["annotations"] | summary}
+    series = f"gpustream_usage_records_dead_lettered_total{{{SCRAPED}}}"
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": series, "values": counted}],
+        "alert_rule_test": [{"eval_time": "8m", "alertname": "GpustreamDeadLetters", "exp_alerts": [alert]}],
+    }
+    tests_file = tmp_path / "tests.yml"
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
+    promtool("test", "rules", tests_file)
+
+
 def test_a_pod_that_worked_is_not_idle_whether_it_held_its_gpu_alone_then_or_shared_it(tmp_path: Path) -> None:
     """It shares a GPU, has it alone for two minutes, and shares it again; and the other way round."""
     alone, part = f"{SHARED},{BERT}", f"gpu_pod_utilization_ratio{{{SHARED},{BERT}}}"
