@@ -161,6 +161,9 @@ def behind(situation: Situation, group: Group, lag: Lag) -> Finding:
     elif lag.finished:
         cause = "it is slower than what comes"
         next_step = "more members share the partitions; its loop_late_seconds and request_seconds say how busy it is"
+    elif group.name == "gpustream-alerts" and lag.finished == lag.grew == 0:
+        cause = "no tick comes, and until one does it keeps the last ones of each node: or it hangs"
+        next_step = "see first why no tick comes: is attribution well? Then /readyz of its members"
     else:
         cause = "it takes nothing: it hangs or is stopped, its receiver does not take anything, or it waits for a topic"
         cause = "it has not read that far" if lag.finished is None else cause
@@ -235,7 +238,7 @@ _LOSS_METRICS = {
     "_records_expired_total": ("{n} records deleted before they were read", _EXPIRED_CAUSE, _EXPIRED_NEXT),
     "_lost_offsets_total": ("{n} records deleted before they were read", _EXPIRED_CAUSE, _EXPIRED_NEXT),
     "_misplaced_nodes_total": (
-        "{n} nodes in a partition that is not theirs",
+        "nodes in a partition that is not theirs: {n}",
         {"": "a producer that is not gpustream's wrote them, with another partitioner"},
         "use murmur2 of the key, as Kafka's Java clients do (librdkafka: partitioner=murmur2_random)",
     ),

@@ -36,11 +36,11 @@ def without_kubelet(node: str) -> list[Record]:
     return [attributed(seq, "none", node=node) for seq in seqs] + [sample(seq, node=node, named=None) for seq in seqs]
 
 
-def lagging(finished: int, grew: int, members: int = 1) -> Situation:
-    """A sink that is behind, and what it did while it was watched."""
+def lagging(finished: int, grew: int, members: int = 1, name: str = "gpustream-sink-remote-write") -> Situation:
+    """A group that is behind, and what it did while it was watched."""
     situation = see(healthy())
     lag = Lag("gpu.attributed", 500, (3,), situation.now_ms - 120_000, finished, grew, 3.0)
-    return situation._replace(groups=[READING, Group("gpustream-sink-remote-write", "Stable", members, (lag,))])
+    return situation._replace(groups=[READING, Group(name, "Stable", members, (lag,))])
 
 
 def hanging(finished: int, members: int = 1) -> Situation:
@@ -190,6 +190,10 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "a sink counts records that expired": (
         lambda: sink_counts("remote_write_records_expired_total"),
         "http://sink: 3 records deleted before they were read | somebody deleted them | GpustreamRecordsExpired",
+    ),
+    "a partitioner of another kind writes": (
+        lambda: sink_counts("attribution_misplaced_nodes_total"),
+        "http://sink: nodes in a partition that is not theirs: 3 | murmur2",
     ),
     "series collide": (
         lambda: sink_counts("scrape_samples_withheld_total", reason="collision"),
@@ -362,6 +366,14 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "a sink hangs": (
         lambda: lagging(finished=0, grew=30),
         "500 records of gpu.attributed not taken yet | it takes nothing | in 1 partition (3) | finished 0 | restart it",
+    ),
+    "no tick comes, and the alert stream keeps the last ones": (
+        lambda: lagging(finished=0, grew=0, name="gpustream-alerts"),
+        "500 records of gpu.attributed not taken yet | no tick comes | why no tick comes: is attribution well?",
+    ),
+    "the alert stream hangs": (
+        lambda: lagging(finished=0, grew=30, name="gpustream-alerts"),
+        "500 records of gpu.attributed not taken yet | it takes nothing | restart it",
     ),
     "a sink hangs, and what it says of itself is asked": (
         lambda: hanging(finished=0),
