@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from aiohttp import web
 from aiokafka import AIOKafkaProducer
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
@@ -182,6 +183,39 @@ def test_alertmanager_takes_the_routes_of_the_docs(
 ) -> None:
     (route,) = blocks("how-to/notifications.md", "yaml", section)
     assert start_alertmanager(configuration=route.text).alerts() == []
+
+
+async def test_pagerduty_and_slack_get_a_summary_of_each_of_several_alerts(
+    alerts_kafka: KafkaServer,
+    start_alertmanager: Callable[..., AlertmanagerServer],
+    gpustream: Start,
+    tmp_path: Path,
+) -> None:
+    fleet = Fleet()
+    summaries = ["pod-0 idles", "pod-1 idles"]
+    texts = [{"annotations": {"summary": summary}, "labels": {"k8s_pod_name": summary}} for summary in summaries]
+    alerts = [
+        alert(f"{severity}-{number}", fleet.began_ms, severity=severity, **text)
+        for number, text in enumerate(texts)
+        for severity in ("critical", "warning")
+    ]
+    (route,) = blocks("how-to/notifications.md", "yaml", "PagerDuty and Slack")
+    async with hook() as receiver:
+        configuration = yaml.safe_load(route.text.replace("/etc/alertmanager", str(tmp_path)))
+        configuration["route"]["group_wait"] = "2s"
+        configuration["receivers"][0]["pagerduty_configs"][0]["url"] = receiver.url
+        (tmp_path / "pagerduty-key").write_text("key")
+        (tmp_path / "slack-url").write_text(receiver.url)
+        manager = await asyncio.to_thread(start_alertmanager, configuration=json.dumps(configuration))
+        await asyncio.to_thread(alertmanager_sink(gpustream, alerts_kafka, "am", manager.url).start)
+        await write(alerts_kafka, alerts)
+
+        def heard() -> tuple[list[str], list[str]]:
+            bodies = [json.loads(body) for _, body, _ in receiver.accepted]
+            pages = [body["payload"]["summary"] for body in bodies if "payload" in body]
+            return sorted(pages), sorted(body["attachments"][0]["title"] for body in bodies if "attachments" in body)
+
+        await asyncio.to_thread(eventually_sync, lambda: heard() == (summaries, summaries), "each has its own message")
 
 
 async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
