@@ -193,10 +193,15 @@ async def test_pagerduty_and_slack_get_a_summary_of_each_of_several_alerts(
 ) -> None:
     fleet = Fleet()
     summaries = ["pod-0 idles", "pod-1 idles"]
-    texts = [{"annotations": {"summary": summary}, "labels": {"k8s_pod_name": summary}} for summary in summaries]
     alerts = [
-        alert(f"{severity}-{number}", fleet.began_ms, severity=severity, **text)
-        for number, text in enumerate(texts)
+        alert(
+            f"{severity} {summary}",
+            fleet.began_ms,
+            severity=severity,
+            labels={"k8s_pod_name": summary},
+            annotations={"summary": summary},
+        )
+        for summary in summaries
         for severity in ("critical", "warning")
     ]
     (route,) = blocks("how-to/notifications.md", "yaml", "PagerDuty and Slack")
