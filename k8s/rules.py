@@ -26,6 +26,7 @@ from k8s.dashboards.queries import (
     did_nothing,
     idle_pods,
     max_activity,
+    on_devices,
     own_metrics,
 )
 from streams.alerts.xids import XIDS, XidKind
@@ -86,8 +87,7 @@ class Alert(NamedTuple):
 
 def recording() -> Iterator[tuple[str, str]]:
     """The recording rules: for devices and pods, then for :data:`LEVELS`. Of a shared GPU, a pod's share counts."""
-    alone, otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
-    holders = f"gpu_holders{otel}"
+    holders = f"gpu_holders{{{OTEL}}}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
     owned_pod_labels = f"{DEVICE}, {POD}, {OWNER}"
     yield "device:gpu_slices:ratio", _slices()
@@ -100,7 +100,7 @@ def recording() -> Iterator[tuple[str, str]]:
     yield "device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({idle})"
     yield (
         "pod:gpu_held:ratio",
-        f"group by ({owned_pod_labels}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes{otel})\n"
+        f"group by ({owned_pod_labels}) ({on_devices(OTEL)})\n"
         f"  / on ({DEVICE}) group_left () max by ({DEVICE}) ({holders} > 0)\n  {slices}",
     )
     used = f"max by ({owned_pod_labels}) ({alone_or_part(*UTILIZATION, OTEL)})"

@@ -56,17 +56,22 @@ def held_gpus() -> str:
     return f"max by ({GPU}) (gpu_holders{{{NODE_MATCHERS}}}) > 0"
 
 
+def on_devices(matchers: str) -> str:
+    """A series of each pod on each device that it holds, and never two with different labels: the device's if it holds
+    that alone, else a part. Of a GPU with unified memory, for example, no part of the memory is known."""
+    parts = " or ".join(f"{part}{{{matchers}}}" for _, part in (MEMORY, UTILIZATION))
+    return f'gpu_holders{{{matchers},k8s_pod_name!=""}} or {parts}'
+
+
 def holding(matchers: str, by: str) -> str:
     """Devices that are held: 1 for a pod alone, and of a shared device an equal part for each of its pods."""
-    alone_or_part = f'gpu_holders{{{matchers},k8s_pod_name!=""}} or gpu_pod_memory_used_bytes{{{matchers}}}'
-    pods = f"group by ({DEVICE}, {POD}, k8s_workload_kind, k8s_workload_name) ({alone_or_part})"
+    pods = f"group by ({DEVICE}, {POD}, k8s_workload_kind, k8s_workload_name) ({on_devices(matchers)})"
     return f"sum by ({by}) ({pods} / on ({DEVICE}) group_left () max by ({DEVICE}) (gpu_holders{{{CLUSTER}}} > 0))"
 
 
 def holding_pods(matchers: str, by: str) -> str:
     """1 for each pod on each device that it holds."""
-    alone_or_part = f'gpu_holders{{{matchers},k8s_pod_name!=""}} or gpu_pod_memory_used_bytes{{{matchers}}}'
-    return f"group by ({by}, {POD}) ({alone_or_part})"
+    return f"group by ({by}, {POD}) ({on_devices(matchers)})"
 
 
 def alone_or_part(metric: str, part: str, matchers: str) -> str:

@@ -530,6 +530,18 @@ def test_recorded_series_are_what_is_held_used_and_idle(
     evaluate(tmp_path, fleet, answers, every_min=every_min)
 
 
+def test_a_pod_of_a_shared_gpu_holds_its_share_also_if_its_memory_is_not_known(tmp_path: Path) -> None:
+    """NVML does not say what is used of unified memory, and sometimes not what a process has."""
+    fleet = {f"gpu_holders{{{SHARED}}}": 2.0, f"gpu_utilization{{{SHARED}}}": 0.15}
+    fleet |= {f"gpu_pod_utilization_ratio{{{SHARED},{pod}}}": used for pod, used in ((BERT, 0.15), (LLM, 0))}
+    panels = {str(query): query.expr for query in queries()}
+    chosen = {"cluster": ".+", "node": ".*", "namespace": ".*", "workload": ".*"}
+    shown = filled(panels["gpu-workload/Devices/A"], chosen)
+    recorded = {"namespace:gpu_held:sum": (ML, WEB), "namespace:gpu_idle:sum": (WEB,)}
+    answers = {name: {f"{name}{{{labels}}}": 0.5 for labels in halves} for name, halves in recorded.items()}
+    evaluate(tmp_path, fleet, {shown: {"{}": 1}, **answers})
+
+
 def test_a_mig_device_is_as_much_of_a_gpu_as_its_model_can_be_cut_into(tmp_path: Path) -> None:
     parts = {
         ("NVIDIA A30", "2g.12gb"): 2 / 4,
