@@ -173,7 +173,7 @@ def holding(devices: Iterable[DeviceState]) -> Iterator[Row]:
     """Each pod on each device, as its share of it; one whose part is not known is not seen."""
     for state in devices:
         for pod in state.pods:
-            if pod.of == 1 or "memory_used_bytes" in pod.parts:
+            if pod.of == 1 or pod.parts:
                 yield {**state.labels, **pod.labels}, 1 / pod.of
 
 
