@@ -57,10 +57,20 @@ class AttributedTick(_OfRun, frozen=True):
     attribution: str
 
 
+class ListedContainer(msgspec.Struct, frozen=True):
+    """The fields of a container of gpu.allocations that are read."""
+
+    namespace: str = ""
+    pod: str = ""
+    resource: str | None = None
+    device_ids: tuple[str, ...] = ()
+    claims: tuple[allocations.Claim, ...] = ()
+
+
 class Snapshot(_OfRun, frozen=True):
     """The fields of a record of gpu.allocations that are read."""
 
-    containers: tuple[msgspec.Raw, ...] = ()
+    containers: tuple[ListedContainer, ...] = ()
 
 
 class Workloads(msgspec.Struct, frozen=True):
@@ -70,6 +80,7 @@ class Workloads(msgspec.Struct, frozen=True):
     node: Name
     epoch: UInt = 0
     removed: bool = False
+    dra_devices: tuple[workloads.DraDevice, ...] = ()
 
 
 class NodeName(NamedTuple):
@@ -123,8 +134,9 @@ class NodeEvidence:
     ``partition`` is the one of gpu.samples that its newest tick is in. ``interleavings`` counts how often a run went on
     after another one had begun: two producers of one name. ``snapshots`` has the seqs of its snapshots by run,
     ``attributed`` those of its attributed ticks by run and by kind of attribution. ``replayed`` counts ticks that were
-    attributed again. ``has_holders``: its newest snapshot has a container. ``epoch`` is the highest of its records in
+    attributed again. ``containers`` are those of its newest snapshot. ``epoch`` is the highest of its records in
     gpu.workloads, None if there are none. ``outdated_epochs`` counts the records that came after one of a higher epoch.
+    ``dra_drivers`` are those of which its newest record there has a device.
     """
 
     runs: dict[int, SampledRun] = field(default_factory=dict)
@@ -135,7 +147,8 @@ class NodeEvidence:
     attributed: dict[int, dict[str, Ranges]] = field(default_factory=dict)
     replayed: int = 0
     newest_attributed_ms: int = 0
-    has_holders: bool = False
+    containers: tuple[ListedContainer, ...] = ()
+    dra_drivers: frozenset[str] = frozenset()
     epoch: int | None = None
     outdated_epochs: int = 0
     removed: bool = False
@@ -221,7 +234,7 @@ class Evidence:
                 snapshot = self._snapshot(record.value or b"")
                 node = self.nodes[NodeName(snapshot.cluster, snapshot.node)]
                 node.snapshots.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
-                node.has_holders = bool(snapshot.containers)
+                node.containers = snapshot.containers
             elif topic == workloads.TOPIC.name:
                 listed = self._workloads(record.value or b"")
                 self.listed_ms[listed.cluster] = max(self.listed_ms.get(listed.cluster, 0), record.timestamp)
@@ -230,6 +243,7 @@ class Evidence:
                     node.outdated_epochs += 1
                 else:
                     node.removed, node.epoch = listed.removed, listed.epoch
+                    node.dra_drivers = frozenset(device.driver for device in listed.dra_devices)
 
     def _add_dead_letter(self, record: Any) -> None:
         if (offset := dead_letters.resubmitted(record.headers)) is not None:

@@ -44,12 +44,14 @@ def attributed(seq: int, attribution: str = "exact", **fields: Any) -> Record:
 
 def snapshot(seq: int = 1, **fields: Any) -> Record:
     """A snapshot of the node."""
-    return Record("gpu.allocations", msgspec.json.encode(_of_node(fields) | {"seq": seq, "ts_ms": SINCE_MS}))
+    value = _of_node(fields) | {"seq": seq, "ts_ms": SINCE_MS, "containers": fields.get("containers", [])}
+    return Record("gpu.allocations", msgspec.json.encode(value))
 
 
-def workloads(cluster: str = "c", *, removed: bool = False, epoch: int = 0) -> Record:
+def workloads(cluster: str = "c", *, removed: bool = False, epoch: int = 0, dra_devices: Any = ()) -> Record:
     """What the API server knows of the node."""
     value = {"schema": SCHEMA, "cluster": cluster, "node": "n", "removed": removed, "epoch": epoch}
+    value["dra_devices"] = dra_devices
     return Record("gpu.workloads", msgspec.json.encode(value))
 
 

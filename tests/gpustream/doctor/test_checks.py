@@ -158,6 +158,35 @@ def test_a_node_of_batch_jobs_beside_one_of_pods_needs_no_kubelet() -> None:
     assert findings_of(see([*healthy(), *slurm])) == {}
 
 
+def test_gpus_that_pods_have_by_ids_of_no_known_form_are_found_and_network_cards_are_none() -> None:
+    def listed(resource: str, *ids: str) -> Situation:
+        container = {"namespace": "ml", "pod": "a", "container": "m", "resource": resource, "device_ids": ids}
+        return see([*healthy(), snapshot(2, containers=[container])])
+
+    assert findings_of(listed("nvidia.com/gpu", "nvidia0")) == {}
+    assert findings_of(listed("nvidia.com/hostdev", "0000:3b:00.0")) == {}
+    found = only_finding(listed("nvidia.com/gpu", "card-0", "card-1"))
+    assert found.finding == "c/n: nobody seems to hold the GPUs of 2 device ids of the kubelet"
+    assert "'card-0'" in found.evidence
+    assert "ml/a has it as nvidia.com/gpu" in found.evidence
+
+
+@pytest.mark.parametrize("driver", ["gpu.nvidia.com", "compute-domain.nvidia.com"])
+def test_claims_for_gpus_of_which_no_slice_says_which_they_are_are_found(driver: str) -> None:
+    claim = {"claim": "c", "namespace": "ml", "driver": driver, "pool": "n", "device": "gpu-0"}
+    holding = snapshot(2, containers=[{"namespace": "ml", "pod": "a", "container": "m", "claims": [claim]}])
+    device = {"driver": driver, "pool": "n", "device": "gpu-1", "uuid": "GPU-1"}  # MIG devices of claims have no UUID
+
+    assert findings_of(see([*healthy(), holding, workloads(dra_devices=[device])])) == {}
+    found = findings_of(see([*healthy(), holding]))
+    if driver == "compute-domain.nvidia.com":
+        assert found == {}
+    else:
+        ((finding,),) = found.values()
+        assert finding.finding == "c/n: nobody seems to hold the GPUs that pods have by resource claims"
+        assert "gpu-0" in finding.evidence
+
+
 def test_a_node_that_is_seldom_read_is_not_silent_between_its_ticks() -> None:
     seldom = [attributed(1, node="seldom"), sample(1, node="seldom", interval_ms=60_000), snapshot(node="seldom")]
     seldom.sort(key=lambda record: record.topic)
