@@ -24,6 +24,7 @@ _NODES = ("Hostname", "hostname", "k8s_node_name", "host_name", "node", "instanc
 _NAMESPACES = ("exported_namespace", "pod_namespace", "k8s_namespace_name", "namespace")
 _PODS = ("exported_pod", "pod_name", "k8s_pod_name", "pod")
 """If a scrape's own labels win, those of the holder begin with ``exported_``, and ``pod`` is the exporter's own."""
+_NO_INSTANCE = "gpustream has no such MIG device, or has it by its UUID only: --names dcgm has the GPU instance, too"
 _FACTORS = (100.0, 1e3, 1e6, 1e9, 1024.0, 1024.0**2, 1e6 / 1024**2)
 
 Labels = Mapping[str, str]
@@ -82,14 +83,17 @@ def _first(labels: Labels, names: Iterable[str]) -> str | None:
 
 
 def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> ComparedDevice | None:
-    """The GPU of a series; None if it has none. ``uuids`` are the UUIDs of GPUs by node and index."""
+    """The GPU of a series; None if it has none. ``uuids`` are the UUIDs of GPUs by node and index, and those of MIG
+    devices by the UUID of the GPU and the GPU instance."""
     uuid, index = _first(labels, _UUIDS), _first(labels, _INDEXES)
     if uuid is None and index is not None:
         node = (_first(labels, _NODES) or "").partition(":")[0]
         uuid = uuids.get((node, index)) or f"{node}/{index}"
     if uuid is None:
         return None
-    return ComparedDevice(labels.get("gpu_mig_uuid") or uuid, labels.get("GPU_I_ID", ""))
+    instance = labels.get("GPU_I_ID", "")
+    mig_uuid = labels.get("gpu_mig_uuid") or uuids.get((uuid, instance))
+    return ComparedDevice(mig_uuid) if mig_uuid else ComparedDevice(uuid, instance)
 
 
 def _quantities(profile: Profile) -> Iterator[tuple[str, Labels, _Quantity]]:
@@ -170,6 +174,11 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
         for reading in (*theirs, *ours)
         if (index := _first(reading.labels, _INDEXES)) and (uuid := _first(reading.labels, _UUIDS))
     }
+    uuids |= {  # dcgm-exporter says it of the MIG devices of resource claims
+        (labels["UUID"], labels["GPU_I_ID"]): labels["dra_mig_device_uuid"]
+        for labels in (reading.labels for reading in theirs)
+        if labels.keys() >= {"UUID", "GPU_I_ID", "dra_mig_device_uuid"}
+    }
     theirs, ours = _with_holders(theirs), _with_holders(ours)
     their_groups = _by_device_and_quantity([reading for reading in theirs if not reading.ended], uuids)
     our_groups = _by_device_and_quantity([reading for reading in ours if not reading.ended], uuids)
@@ -181,7 +190,7 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
         pods = {reading.pod for reading in readings}
         for reading in readings:
             if device_found not in devices:
-                reason = "gpustream has no such GPU"
+                reason = "gpustream has no such GPU" if not device_found.instance else _NO_INSTANCE
                 rows.append(Compared(device_found, key, _side(reading), None, "missing", reason))
             elif (device_found, key) not in our_groups:
                 verdict, reason = _verdict_if_absent(reading.name, key, our_quantities)
@@ -264,6 +273,14 @@ def _compare_one(
     verdict, reason = verdict_of(
         theirs, scales[0], sorted([*ended_samples, *our_reading.samples]), scales[1], tolerance
     )
+    parts = [reading for reading in current if reading.name == our_reading.name]
+    if verdict == "value" and len(parts) > 1:
+        of_whole, _ = verdict_of(theirs, scales[0], _sums(parts), scales[1], tolerance)
+        if of_whole in FINE:
+            verdict, reason = (
+                "holder",
+                "several pods hold the GPU: theirs is the whole of it, gpustream's the pod's part",
+            )
     if verdict in FINE and theirs.pod != our_reading.pod:
         verdict = "holder"
         if theirs.pod is None:
@@ -279,6 +296,14 @@ def _compare_one(
     elif verdict in FINE and theirs.name != our_reading.name:
         reason = "; ".join(filter(None, ["another name for the same", reason]))
     return Compared(compared_device, key, _side(theirs), _side(our_reading), verdict, reason)
+
+
+def _sums(readings: Sequence[Reading]) -> list[Sample]:
+    """The sums of series at the times at which all of them have a sample."""
+    values: dict[float, list[float]] = {}
+    for at_s, value in (sample for reading in readings for sample in reading.samples):
+        values.setdefault(at_s, []).append(value)
+    return [Sample(at_s, sum(of_time)) for at_s, of_time in sorted(values.items()) if len(of_time) == len(readings)]
 
 
 def verdict_of(

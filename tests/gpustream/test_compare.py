@@ -234,6 +234,35 @@ def test_mig_devices_are_distinguished() -> None:
     assert [(str(row.device), row.verdict) for row in comparison.rows] == [("GPU-a/1", "same"), ("GPU-a/2", "same")]
 
 
+def test_the_mig_device_of_a_resource_claim_is_the_one_of_that_uuid() -> None:
+    theirs = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7", dra_mig_device_uuid="MIG-c")
+    by_uuid = otel("gpu_memory_used", 10 * MIB, gpu_mig_uuid="MIG-c")
+    by_instance = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7", job="")
+
+    for ours in (by_uuid, by_instance):
+        row = compared_row(theirs, ours)
+        assert (str(row.device), row.verdict) == ("MIG-c", "same")
+
+
+def test_a_mig_device_that_gpustream_may_have_by_its_uuid_is_not_said_to_be_missing() -> None:
+    theirs, ours = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7"), otel("gpu_memory_used", 5, gpu_mig_uuid="MIG-c")
+    reasons = {row.device.instance: row.reason for row in compare([theirs], [ours]).rows}
+    assert reasons["7"].startswith("gpustream has no such MIG device, or has it by its UUID only: --names dcgm")
+
+
+def test_the_parts_of_pods_that_share_a_gpu_are_the_whole_that_another_exporter_gives_each_of_them() -> None:
+    """As with ``--parts-by-pod``: a series for each pod, and one for the rest."""
+    theirs = [dcgm("DCGM_FI_DEV_GPU_UTIL", 90, pod=pod) for pod in ("bert-0", "bert-1")]
+    of_pods = {"bert-0": 0.3, "bert-1": 0.5, "": 0.1}
+    ours = [otel("gpu_utilization", used, pod=pod, gpu_task_type="compute") for pod, used in of_pods.items()]
+
+    rows = compare(theirs, ours).rows
+    assert {(row.verdict, row.reason) for row in rows} == {
+        ("holder", "several pods hold the GPU: theirs is the whole of it, gpustream's the pod's part")
+    }
+    assert compare([dcgm("DCGM_FI_DEV_GPU_UTIL", 95)], ours).rows[0].verdict == "value"
+
+
 def readings(profile: ProfileName) -> list[Reading]:
     """A node with every key, as gpustream writes it in a profile; without its MIG device."""
     _, groups = Translator([PROFILES[profile]]).translate(full_node(), Cache())
