@@ -217,7 +217,7 @@ IDLE_BOARD = dashboard(
         table(
             "Idle GPU-hours by alerts",
             "For how long alerts of GPUHeldIdle fired in the time shown, times the GPUs that they were about."
-            " A MIG device counts as one.",
+            " A MIG device counts as one, and a shared GPU once for each of its idle pods.",
             "k8s_namespace_name",
             [Column("hours", f"sum by (k8s_namespace_name) ({ALERTED}) / 60", "h", LOOK_ABOVE_ZERO)],
         ),
