@@ -20,8 +20,8 @@ from topics.samples import silent_after_ms
 SILENT_MS = 30_000
 """A node is silent if it has sent no tick for so long, and for three of its intervals."""
 
-GPU_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
-GPU_DRIVER = "gpu.nvidia.com"
+_DEVICE_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
+_DEVICE_DRIVER = "gpu.nvidia.com"
 """How names of NVIDIA's resources for GPUs begin, and its driver of claims for them. Others of it are network cards."""
 
 BUFFERED_MS = 2_000
@@ -236,7 +236,7 @@ def _unknown_ids(name: NodeName, node: NodeEvidence) -> Iterator[Finding]:
     """A finding for device ids that lead to no GPU, so that the GPUs of their containers seem free."""
     unknown_ids = []
     for container in node.containers:
-        for device_id in container.device_ids if (container.resource or "").startswith(GPU_RESOURCES) else ():
+        for device_id in container.device_ids if (container.resource or "").startswith(_DEVICE_RESOURCES) else ():
             try:
                 parse(device_id)
             except UnknownDeviceId as error:
@@ -408,8 +408,8 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
 def _unknown_claims(name: NodeName, node: NodeEvidence) -> Iterator[Finding]:
     """A finding for resource claims of which nothing says which GPUs they are, so that these seem free."""
     claims = (claim for container in node.containers for claim in container.claims)
-    claimed = sorted({claim.device for claim in claims if claim.driver == GPU_DRIVER})
-    if claimed and node.runs and node.epoch is not None and GPU_DRIVER not in node.dra_drivers:
+    claimed = sorted({claim.device for claim in claims if claim.driver == _DEVICE_DRIVER})
+    if claimed and node.runs and node.epoch is not None and _DEVICE_DRIVER not in node.dra_drivers:
         yield Finding(
             f"{name}: nobody seems to hold the GPUs that pods have by resource claims",
             "nothing says which these are: there is no resource slice of the node, or it may not be read",
