@@ -225,6 +225,8 @@ GPU_ALERTS = (
 
 ITS = "{{ $labels.instance }}"
 KEPT = "Nothing is lost while Kafka keeps them (24 h)."
+PER_SECOND = '{{ if ge $value 1.0 }}{{ $value | humanize }}{{ else }}{{ printf "%.2g" $value }}{{ end }}'
+"""The template of a rate: to humanize, 0.02 is 20m, which reads like millions."""
 
 
 def _increases(counter: str, by: str = PROCESS) -> str:
@@ -233,8 +235,9 @@ def _increases(counter: str, by: str = PROCESS) -> str:
 
 
 def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> Alert:
-    """An alert that more records wait than are processed in a minute."""
-    expr = f"sum by ({PROCESS}) ({lag})\n  > 60 * sum by ({PROCESS}) (rate({ticks}[5m]))"
+    """An alert that more records wait than are processed in a minute. A process that has begun none counts none."""
+    waiting = f"sum by ({PROCESS}) ({lag})"
+    expr = f"{waiting}\n  > 60 * (sum by ({PROCESS}) (rate({ticks}[5m])) or 0 * {waiting})"
     return Alert(name, expr, "warning", f"{ITS} {subject}", description, "5m")
 
 
@@ -272,9 +275,10 @@ PIPELINE_ALERTS = (
     Alert("GpustreamReceiverFailing",
           "\nor ".join(f"{metric} == 1" for metric in [*own_metrics("receiver_failing"), *own_metrics("failing")]),
           "warning",
-          f"The receiver of {ITS} refuses everything or does not answer",
+          f"{ITS} can't deliver: its receiver, or its disk, takes nothing or does not answer",
           "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
-          " sink's /readyz and its log have the receiver's own words; see the address, the credentials and the limits.",
+          " sink's /readyz and its log say why; see the receiver's address, credentials and limits, or the Parquet"
+          " sink's disk.",
           "5m"),
     Alert("GpustreamSeriesLeftOut", "gpustream_remote_write_series_left_out > 0", "warning",
           f"The receiver of {ITS} refuses {{{{ $value | humanize }}}} series",
@@ -300,7 +304,7 @@ PIPELINE_ALERTS = (
             > 0.01 * sum by ({PROCESS}) (rate(gpustream_producer_ticks_made_total[10m]))
           """, "warning",
           f"{ITS} reads its GPUs late",
-          "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
+          f"{PER_SECOND} readings a second never took place: the node has no CPU for it, or NVML is slow.",
           "10m"),
     Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, own_metrics("records_dead_lettered_total"))), "warning",
           f"{ITS} could not use {counted('record')}",
@@ -309,11 +313,11 @@ PIPELINE_ALERTS = (
           sum by ({JOB}) (rate(gpustream_attribution_ticks_total{{attribution="late"}}[10m]))
             > 0.01 * sum by ({JOB}) (rate(gpustream_attribution_ticks_total[10m]))
           """, "warning",
-          "{{ $value | humanize }} ticks/s are attributed by an old snapshot",
+          f"{PER_SECOND} ticks a second are attributed by an old snapshot",
           "The snapshots that they name did not come. They are marked late; see the nodes' producers.", "10m"),
     Alert("GpustreamKubeletSilent", "gpustream_node_kubelet_age_seconds > 300", "warning",
           f"The kubelet of {ITS} has not answered for {{{{ $value | humanizeDuration }}}}",
-          "GPUs are booked to the pods that it last named; gpustream_node_kubelet_calls_total says what fails.", "1m"),
+          "GPUs are booked to the pods that it last named. Its /readyz says what fails.", "1m"),
     Alert("GpustreamNoLeader", f"max by ({JOB}) (gpustream_cluster_leading) == 0", "warning",
           "No cluster producer leads",
           "New pods have no workload, labels or owners until one does. Those that were known are kept.", "2m"),

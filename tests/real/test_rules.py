@@ -58,6 +58,12 @@ CASES = [
     ),
     Case(
         "GpustreamAttributionBehind",
+        {f'gpustream_attribution_lag_records{{{SCRAPED},topic="gpu.samples"}}': "1x20"},
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamAttributionBehind",
         {
             f'gpustream_attribution_lag_records{{{SCRAPED},topic="gpu.samples"}}': "300x20",
             f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="exact"}}': "0+240x20",
@@ -76,6 +82,12 @@ CASES = [
     ),
     Case(
         "GpustreamAlertsBehind",
+        {f'gpustream_alerts_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "1x20"},
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamAlertsBehind",
         {
             f'gpustream_alerts_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "300x20",
             f'gpustream_alerts_ticks_total{{{SCRAPED},outcome="judged"}}': "0+240x20",
@@ -91,6 +103,12 @@ CASES = [
         },
         "20m",
         False,
+    ),
+    Case(
+        "GpustreamUsageBehind",
+        {f'gpustream_usage_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "1x20"},
+        "20m",
+        True,
     ),
     Case(
         "GpustreamUsageBehind",
@@ -689,6 +707,26 @@ def test_a_lost_gpu_that_is_cut_is_not_called_as_many_gpus_as_it_has_mig_devices
         "interval": "1m",
         "input_series": [{"series": f'gpustream_node_gpus{{{SCRAPED},state="lost"}}', "values": "0 8x4"}],
         "alert_rule_test": [{"eval_time": "5m", "alertname": "GPULost", "exp_alerts": [alert]}],
+    }
+    tests_file = tmp_path / "tests.yml"
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
+    promtool("test", "rules", tests_file)
+
+
+@pytest.mark.parametrize(("late", "text"), [("0+3x30", "0.05"), ("0+150000x30", "2.5k")])
+def test_a_rate_below_one_is_a_plain_number(tmp_path: Path, late: str, text: str) -> None:
+    """Prometheus' humanize calls 0.05 a second 50m, which reads like millions."""
+    (rule,) = [rule for rule in rules() if rule.get("alert") == "GpustreamLateAttribution"]
+    summary = {"summary": f"{text} ticks a second are attributed by an old snapshot"}
+    alert = {
+        "exp_labels": {"severity": "warning", "job": "gpustream"},
+        "exp_annotations": rule["annotations"] | summary,
+    }
+    series = f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="late"}}'
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": series, "values": late}],
+        "alert_rule_test": [{"eval_time": "30m", "alertname": "GpustreamLateAttribution", "exp_alerts": [alert]}],
     }
     tests_file = tmp_path / "tests.yml"
     tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [test]}))
