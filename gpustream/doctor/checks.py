@@ -229,7 +229,7 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
                 f"run {run_id} names snapshot {run.last_snapshot_seq}; it is sent again every 5 minutes",
                 "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it did not send",
             )
-    return CheckResult(f"{with_kubelet} of {counted(len(sending), 'node')} have a kubelet", findings)
+    return CheckResult(f"a kubelet on {with_kubelet} of {counted(len(sending), 'node')}", findings)
 
 
 def _unknown_ids(name: NodeName, node: NodeEvidence) -> Iterator[Finding]:

@@ -191,14 +191,28 @@ _EXPIRED_CAUSE = {"": "it was away or behind for longer than the topic keeps rec
 _EXPIRED_NEXT = "docs/runbooks/GpustreamRecordsExpired.md: the topic's retention.ms, and why it was not read"
 
 _LOSS_METRICS = {
-    "_records_dropped_total": ("{n} records dropped: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
-    "_values_refused_total": ("{n} values refused: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
-    "_values_left_out_total": ("{n} values not sent: {reason}", _REFUSAL_CAUSES, _LEFT_OUT_NEXT),
-    "_alert_samples_refused_total": ("{n} samples of alerts refused: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
-    "_usage_samples_refused_total": ("{n} samples of usage refused: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
-    "_series_left_out": ("{n} series are not sent now", {"": "the receiver refused them: its limits"}, _LEFT_OUT_NEXT),
+    "_producer_ticks_dropped_total": (
+        "{n} tick{s} dropped: {reason}",
+        {
+            "buffer_full": "Kafka was away for longer than --buffer-size lasts",
+            "buffer_age": "Kafka was away for longer than --buffer",
+            "refused": "the broker refuses them: max.message.bytes, or an ACL",
+        },
+        "docs/runbooks/GpustreamTicksDropped.md; its log has the broker's words",
+    ),
+    "_producer_snapshots_dropped_total": (
+        "{n} snapshot{s} of the kubelet's pods dropped: {reason}",
+        {"refused": "the broker refuses them: max.message.bytes, or an ACL"},
+        "docs/runbooks/GpustreamLateAttribution.md; its log has the broker's words",
+    ),
+    "_records_dropped_total": ("{n} record{s} dropped: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
+    "_values_refused_total": ("{n} value{s} refused: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
+    "_values_left_out_total": ("{n} value{s} not sent: {reason}", _REFUSAL_CAUSES, _LEFT_OUT_NEXT),
+    "_alert_samples_refused_total": ("{n} sample{s} of alerts refused: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
+    "_usage_samples_refused_total": ("{n} sample{s} of usage refused: {reason}", _REFUSAL_CAUSES, _REFUSALS_NEXT),
+    "_series_left_out": ("{n} series not sent now", {"": "the receiver refused them: its limits"}, _LEFT_OUT_NEXT),
     "_samples_withheld_total": (
-        "{n} samples withheld: {reason}",
+        "{n} sample{s} withheld: {reason}",
         {
             "collision": "two series have the same labels: a rule of --relabel takes away what tells them apart",
             "name": "rules of --relabel leave a name that is not valid, or none",
@@ -206,17 +220,17 @@ _LOSS_METRICS = {
         "docs/runbooks/GpustreamSeriesCollide.md; docs/how-to/labels.md has the rules",
     ),
     "_pods_shed_total": (
-        "{n} times a pod, or its labels and annotations, had no room in the record of its node",
+        "{n} time{s} a pod, or its labels and annotations, had no room in the record of its node",
         {"": "the record would be larger than Kafka takes: too many pods, or too long labels and annotations"},
         "--pod-labels and --pod-annotations of `gpustream produce cluster` say which are published: name fewer",
     ),
     "_cluster_labels_cut_total": (
-        "{n} labels or annotations of pods were cut or left out",
+        "{n} label{s} or annotation{s} of pods cut or left out",
         {"": "they are longer than is published, or a pod has too many"},
         "--pod-labels and --pod-annotations of `gpustream produce cluster` say which are published: name fewer",
     ),
     "_labels_cut_total": (
-        "{n} labels of pods and namespaces are on no series",
+        "{n} label{s} of pods and namespaces on no series",
         {"": "pods have more labels than --max-labels leaves room for"},
         "raise --max-labels as far as the receiver takes it, or publish fewer: --pod-labels of `produce cluster`",
     ),
@@ -226,17 +240,17 @@ _LOSS_METRICS = {
         "its log names the line",
     ),
     "_counters_rows_left_out": (
-        "{n} rows of the file of --counters are not served",
+        "{n} row{s} of the file of --counters not served",
         {"": "there is no such field, or nobody collects it"},
         "its log names each row, and why",
     ),
     "_alertmanager_refused_total": (
-        "{n} alerts refused, each time that they were sent",
+        "{n} alert{s} refused, each time that they were sent",
         {"": "Alertmanager takes no alert as this one is: its labels, or its times"},
         "its log has Alertmanager's words",
     ),
-    "_records_expired_total": ("{n} records deleted before they were read", _EXPIRED_CAUSE, _EXPIRED_NEXT),
-    "_lost_offsets_total": ("{n} records deleted before they were read", _EXPIRED_CAUSE, _EXPIRED_NEXT),
+    "_records_expired_total": ("{n} record{s} deleted before they were read", _EXPIRED_CAUSE, _EXPIRED_NEXT),
+    "_lost_offsets_total": ("{n} record{s} deleted before they were read", _EXPIRED_CAUSE, _EXPIRED_NEXT),
     "_misplaced_nodes_total": (
         "nodes in a partition that is not theirs: {n}",
         {"": "a producer that is not gpustream's wrote them, with another partitioner"},
@@ -312,7 +326,7 @@ def _loss_findings(situation: Situation, component: OwnMetrics) -> list[Finding]
                 continue
             reported_reasons.add(reason)
             reported_names.update([name] if not reason else [])
-            finding = f"{component.url}: {text.format(n=f'{value:.0f}', reason=reason)}"
+            finding = f"{component.url}: {text.format(n=f'{value:.0f}', s='' if value == 1 else 's', reason=reason)}"
             cause = causes.get(reason, causes.get("", NOT_KNOWN))
             findings.add(finding, cause, f"{name}, {component.since(situation.now_ms)}", next_step)
     return findings

@@ -187,6 +187,14 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         ),
         "records of gpu.alerts were deleted before they were read: 41 that gpustream-sink-webhook lacks",
     ),
+    "a producer drops what the broker refuses": (
+        lambda: sink_counts("producer_ticks_dropped_total", reason="refused"),
+        "http://sink: 3 ticks dropped: refused | max.message.bytes | GpustreamTicksDropped",
+    ),
+    "a producer drops snapshots": (
+        lambda: sink_counts("producer_snapshots_dropped_total", reason="refused"),
+        "http://sink: 3 snapshots of the kubelet's pods dropped: refused | an ACL | GpustreamLateAttribution",
+    ),
     "a sink counts records that expired": (
         lambda: sink_counts("remote_write_records_expired_total"),
         "http://sink: 3 records deleted before they were read | somebody deleted them | GpustreamRecordsExpired",
@@ -213,7 +221,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "rows of --counters are not served": (
         lambda: sink_counts("counters_rows_left_out", sink="scrape"),
-        "http://sink: 3 rows of the file of --counters are not served",
+        "http://sink: 3 rows of the file of --counters not served",
     ),
     "the file of --counters is broken": (
         lambda: sink_counts("counters_broken", sink="scrape"),
@@ -385,7 +393,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "a pod has more labels than a series may have": (
         lambda: sink_counts("remote_write_labels_cut_total"),
-        "3 labels of pods and namespaces are on no series | --max-labels | raise --max-labels",
+        "3 labels of pods and namespaces on no series | --max-labels | raise --max-labels",
     ),
     "a node has more pods than a record has room for": (
         lambda: sink_counts("cluster_pods_shed_total"),
@@ -393,7 +401,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "pods have labels that are too long": (
         lambda: sink_counts("cluster_labels_cut_total"),
-        "3 labels or annotations of pods were cut | --pod-labels",
+        "3 labels or annotations of pods cut | --pod-labels",
     ),
     "a sink is too slow": (
         lambda: lagging(finished=300, grew=30),

@@ -122,7 +122,7 @@ def test_a_gap_while_the_node_could_send_has_no_known_cause_and_where_to_look() 
     dropped = Sample("gpustream_producer_ticks_dropped_total", {"reason": "too_large"}, 2)
     situation = see(without(healthy(), 7, 9), components=[OwnMetrics("http://n", [dropped])])
 
-    finding = only_finding(situation)
+    (finding,) = findings_of(situation)["sent"]
     assert finding.cause.startswith("not known")
     assert "seq 7, 9; 58 others came; producers that were asked have dropped 2 (too_large)" in finding.evidence
     assert "gpustream_producer_ticks_dropped_total" in finding.next
@@ -298,6 +298,13 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
     assert only_finding(situation).finding == "http://sink: 10 records dropped: out_of_order"
     assert "ticks came after newer ones" in only_finding(situation).cause
     assert components(situation).summary == "remote_write: 90 delivered, 10 dropped"
+
+
+def test_one_record_that_was_dropped_is_no_plural() -> None:
+    series = [Sample("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 1)]
+    situation = see(healthy(), components=[OwnMetrics("http://sink", series)])
+
+    assert only_finding(situation).finding == "http://sink: 1 record dropped: too_old"
 
 
 def test_a_component_that_counts_no_records_was_asked_all_the_same() -> None:
