@@ -23,7 +23,7 @@ class Xid(NamedTuple):
     action: str
 
 
-UNKNOWN = Xid("unknown", "an error without a row in this table", "look the code up in NVIDIA's XID catalogue")
+UNKNOWN = Xid("unknown", "an error that gpustream has no text for", "look the code up in NVIDIA's XID catalogue")
 
 _RESTART = "restart the program; if it comes again, update driver and libraries, then check the program"
 _DEBUG = "debug the program (compute-sanitizer); if several programs get it on this GPU only, test the GPU"

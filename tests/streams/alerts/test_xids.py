@@ -35,6 +35,10 @@ def test_a_code_without_a_row_is_unknown(code: int | None) -> None:
     assert of_code(code) == UNKNOWN
 
 
+def test_what_is_said_of_an_unknown_code_can_be_read_where_no_table_is() -> None:
+    assert "table" not in of_code(999).meaning
+
+
 def test_every_row_has_a_cause_a_meaning_and_an_action() -> None:
     assert len(XIDS) > 90
     assert {xid.kind for xid in XIDS.values()} == set(XID_KINDS) - {"unknown"}
