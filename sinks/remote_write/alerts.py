@@ -8,7 +8,8 @@ Between start and end there is a sample each minute, at times that depend only o
 writes the same ones. A sample that is not later than the series' last one is left out. The end is a staleness marker;
 if samples past the end were written, because the end was not known yet, it comes 1 ms after the last one. An earlier
 process is assumed to have written its samples until the next record could be read. For the time in which no sink ran
-there are only starts and ends.
+there are only starts and ends. If a start or an end is far ahead of its record, the clock of its node is wrong: the
+series starts or ends with the record, because receivers refuse what is of a time to come.
 
 A request has at most one sample of a series, as for gpu.attributed and for the same reason. Relabelling rules may
 change anything about a series except its fingerprint: without that, two alerts could have the same series.
@@ -40,6 +41,9 @@ EVERY_MS = 60_000
 BACK_MS = 3_600_000
 """The greatest age of a sample between an alert's start and end: receivers commonly refuse older ones."""
 
+_AHEAD_MS = 600_000
+"""A time that is further ahead is not written: receivers commonly refuse it."""
+
 _BEHIND_MS = 5_000
 """For this time after the broker has answered where a partition ends, it counts as read to its end."""
 
@@ -51,11 +55,13 @@ _ONE = (1.0,)
 class _AlertState:
     """The last state of an alert. ``series`` None: it is resolved; little is kept of those, because they are many.
 
-    ``last_ms``: the time of its series' last sample; None: an earlier process wrote it. ``updated_ms``: the time of the
-    last update that an earlier process wrote; 0: there is none.
+    ``starts_ms``: when its series starts; ``starts_at_ms``: when it starts itself, by its node's clock. ``last_ms``:
+    the time of its series' last sample; None: an earlier process wrote it. ``updated_ms``: the time of the last update
+    that an earlier process wrote; 0: there is none.
     """
 
     starts_ms: int
+    starts_at_ms: int
     series: SeriesSet | None
     last_ms: int | None
     revision: int = 0
@@ -70,15 +76,15 @@ class AlertSeries:
         self._max_labels, self._relabelling = max_labels - relabelling.more_labels, relabelling
         self._alerts: dict[str, _AlertState] = {}
 
-    def is_replay(self, fingerprint: str, alert: Alert | None) -> bool:
+    def is_replay(self, fingerprint: str, alert: Alert | None, written_ms: int) -> bool:
         """Whether this state or a later one was settled before. None: the alert was deleted."""
         last = self._alerts.get(fingerprint)
         if last is None:
             return alert is None
         if alert is None:
             return False
-        order = (epoch_ms(alert.starts_at), not alert.is_open, alert.revision)
-        return order <= (last.starts_ms, last.series is None, last.revision)
+        order = (*self._starts_of(fingerprint, alert, written_ms), not alert.is_open, alert.revision)
+        return order <= (last.starts_ms, last.starts_at_ms, last.series is None, last.revision)
 
     def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> list[SampleGroup]:
         """The samples of a record that was appended at ``written_ms``; the last one is the transition itself.
@@ -91,8 +97,9 @@ class AlertSeries:
                 return []
             deleted_ms = max(written_ms, _last_ms(last, written_ms, now_ms) + 1)
             return [SampleGroup(last.series, deleted_ms, END)]
-        starts_ms, ends_ms = _times(alert)
-        current = last.series if last is not None and last.starts_ms == starts_ms else None
+        starts_ms, starts_at_ms = self._starts_of(fingerprint, alert, written_ms)
+        ends_ms = _ends_ms(alert, starts_ms, written_ms)
+        current = last.series if last is not None and last.starts_at_ms == starts_at_ms else None
         series = current or self._series_of(alert)
         last_ms = _last_ms(last, written_ms, now_ms) if last else -1
         if ends_ms is None and current is not None:  # an update
@@ -109,7 +116,7 @@ class AlertSeries:
         last_ms = groups[-1].ts_ms if groups else last_ms
         return [*groups, SampleGroup(series, max(ends_ms, last_ms + 1), END)]
 
-    def settle(self, fingerprint: str, alert: Alert | None, groups: Sequence[SampleGroup]) -> None:
+    def settle(self, fingerprint: str, alert: Alert | None, written_ms: int, groups: Sequence[SampleGroup]) -> None:
         """Note that the samples of a record were accepted, or refused for good."""
         if alert is None:
             self._alerts.pop(fingerprint, None)
@@ -119,19 +126,20 @@ class AlertSeries:
         if alert.is_open:
             series = groups[-1].series if groups else self._series_of(alert)
         last_ms = groups[-1].ts_ms if groups else last.last_ms if last else None
-        starts_ms = epoch_ms(alert.starts_at)
-        self._alerts[fingerprint] = _AlertState(starts_ms, series, last_ms, alert.revision, _values(alert))
+        starts = self._starts_of(fingerprint, alert, written_ms)
+        self._alerts[fingerprint] = _AlertState(*starts, series, last_ms, alert.revision, _values(alert))
 
     def recall(self, fingerprint: str, alert: Alert | None, written_ms: int) -> None:
         """Restore a state that an earlier process has settled, from a record of ``written_ms``. Writes nothing."""
         if alert is None:
             self._alerts.pop(fingerprint, None)
-        elif not self.is_replay(fingerprint, alert):
-            starts_ms, ends_ms = _times(alert)
+        elif not self.is_replay(fingerprint, alert, written_ms):
+            starts = self._starts_of(fingerprint, alert, written_ms)
+            ends_ms = _ends_ms(alert, starts[0], written_ms)
             series = self._series_of(alert) if ends_ms is None else None
             updated_ms = written_ms if alert.revision and ends_ms is None else 0
             self._alerts[fingerprint] = _AlertState(
-                starts_ms, series, ends_ms, alert.revision, _values(alert), updated_ms
+                *starts, series, ends_ms, alert.revision, _values(alert), updated_ms
             )
 
     def due(self, now_ms: int) -> list[tuple[str, SampleGroup]]:
@@ -156,6 +164,13 @@ class AlertSeries:
     def clear(self) -> None:
         """Forget everything: the topic was recreated."""
         self._alerts.clear()
+
+    def _starts_of(self, fingerprint: str, alert: Alert, written_ms: int) -> tuple[int, int]:
+        """When the series of an alert starts, and when the alert does by its node's clock."""
+        last, starts_at_ms = self._alerts.get(fingerprint), epoch_ms(alert.starts_at)
+        if last is not None and last.starts_at_ms == starts_at_ms:
+            return last.starts_ms, starts_at_ms
+        return _not_ahead(starts_at_ms, written_ms), starts_at_ms
 
     def _series_of(self, alert: Alert) -> SeriesSet:
         series = self._relabelling.relabel(SeriesSet(labels(alert, self._max_labels), _ROWS, "alert")).series
@@ -186,10 +201,16 @@ def _values(alert: Alert) -> tuple[float, ...]:
     return (float(len(alert.gpus)),) if alert.gpus else _ONE
 
 
-def _times(alert: Alert) -> tuple[int, int | None]:
-    """When the alert began, and when it ended; None while it fires."""
-    starts_ms = epoch_ms(alert.starts_at)
-    return starts_ms, None if alert.is_open or alert.ends_at is None else max(starts_ms, epoch_ms(alert.ends_at))
+def _ends_ms(alert: Alert, starts_ms: int, written_ms: int) -> int | None:
+    """When the series of an alert ends; None while it fires."""
+    if alert.is_open or alert.ends_at is None:
+        return None
+    return max(starts_ms, _not_ahead(epoch_ms(alert.ends_at), written_ms))
+
+
+def _not_ahead(at_ms: int, written_ms: int) -> int:
+    """A time, or that of its record if it is far ahead of this."""
+    return written_ms if 0 <= written_ms < at_ms - _AHEAD_MS else at_ms
 
 
 def _last_ms(state: _AlertState, written_ms: int, now_ms: int) -> int:
@@ -248,11 +269,13 @@ class AlertPartition:
             fingerprint, alert = key_of(record), read_alert(record)
         except Undecodable as error:
             return Written(record, None, "dead_lettered", str(error))
-        if self._series.is_replay(fingerprint, alert):
+        if self._series.is_replay(fingerprint, alert, record.timestamp):
             return Written(record)
         samples = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
         groups = [group for group in samples if group.series.rows]
-        return Written(record, groups, settle=partial(self._series.settle, fingerprint, alert, groups))
+        return Written(
+            record, groups, settle=partial(self._series.settle, fingerprint, alert, record.timestamp, groups)
+        )
 
     def _now_ms(self) -> int:
         return int(self._clock_s() * 1000)

@@ -21,6 +21,7 @@ from tests.sinks.remote_write.setup import SharedSetup
 from topics.alerts import Alert, AlertGpu
 
 MINUTE_MS = 60_000
+DAY_MS = 24 * 3_600_000
 END = "end"
 Point = tuple[int, float | str]
 """When, in milliseconds after the first alert's start, and what: 1, or the end."""
@@ -169,6 +170,25 @@ async def test_what_fires_again_begins_after_its_last_end() -> None:
     await setup.quiet(151_000)
     assert setup.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END), (150_000, 1.0)]
     assert setup.ends() == {"delivered": 3}
+
+
+@pytest.mark.parametrize("fires_again_ms", [DAY_MS + MINUTE_MS + 1, 5 * MINUTE_MS])
+async def test_alerts_of_a_node_whose_clock_was_a_day_ahead_are_written_while_they_fire(fires_again_ms: int) -> None:
+    """The next firing starts just after the last end or, if the node was silent in between, at its own time."""
+    setup = Setup()
+    ahead, again = alert(starts_ms=START_MS + DAY_MS), alert(starts_ms=START_MS + fires_again_ms)
+    await setup.deliver(0, alert_record(ahead, 0, at_ms=START_MS))
+    await setup.quiet(MINUTE_MS)
+    escalated = msgspec.structs.replace(ahead, value=901.0, revision=1)
+    await setup.deliver(90_000, alert_record(escalated, 1, at_ms=START_MS + 90_000))
+    ended = alert(starts_ms=START_MS + DAY_MS, ends_ms=START_MS + DAY_MS + MINUTE_MS)
+    await setup.deliver(2 * MINUTE_MS, alert_record(ended, 2, at_ms=START_MS + 100_000))
+    await setup.deliver(5 * MINUTE_MS, alert_record(again, 3, at_ms=START_MS + 5 * MINUTE_MS))
+    await setup.quiet(6 * MINUTE_MS)
+    assert setup.points(again) == [
+        (0, 1.0), (60_000, 1.0), (90_000, 1.0), (100_000, END), (300_000, 1.0), (360_000, 1.0)
+    ]  # fmt: skip
+    assert setup.ends() == {"delivered": 4}
 
 
 async def test_a_backlog_is_written_as_it_would_have_been() -> None:
