@@ -104,10 +104,8 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
         parts.append(part)
         remainders.append(remainder)
         undivided -= part
-    for _ in range(undivided):
-        index = remainders.index(max(remainders))
+    for index in sorted(range(len(parts)), key=remainders.__getitem__, reverse=True)[:undivided]:
         parts[index] += 1
-        remainders[index] = -1
     return parts
 
 

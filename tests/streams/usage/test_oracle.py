@@ -1,5 +1,6 @@
 """The books against sums of independent code, for any ticks: shared devices, MIG, gaps, clocks that are set back."""
 
+import time
 from collections import defaultdict
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -140,6 +141,14 @@ def test_what_is_divided_sums_and_is_off_by_less_than_one(total: int, weights: l
         assert all(
             abs(part - Fraction(total * weight, sum(weights))) < 1 for part, weight in zip(parts, weights, strict=True)
         )
+
+
+def test_a_device_of_very_many_holders_is_divided_without_a_pass_over_all_of_them_for_each() -> None:
+    weights = list(range(1, 20_001))
+    began_s = time.process_time()
+    parts = divide(123_456_789, weights)
+    assert time.process_time() - began_s < 1
+    assert sum(parts) == 123_456_789
 
 
 @given(steps)
