@@ -151,8 +151,8 @@ class AlertSeries:
                 continue
             latest_ms = _floor(state.starts_ms, now_ms)
             times: Sequence[int] = [latest_ms] if latest_ms >= max(state.starts_ms, state.updated_ms) else []
-            if state.last_ms is not None:
-                times = _between(state.starts_ms, max(state.last_ms, now_ms - BACK_MS), now_ms + 1)
+            if (last_ms := _own_last_ms(state, now_ms)) is not None:
+                times = _between(state.starts_ms, max(last_ms, now_ms - BACK_MS), now_ms + 1)
             due += [(fingerprint, SampleGroup(state.series, ts_ms, state.values)) for ts_ms in times[:1]]
         return due
 
@@ -213,10 +213,15 @@ def _not_ahead(at_ms: int, written_ms: int) -> int:
     return written_ms if 0 <= written_ms < at_ms - _AHEAD_MS else at_ms
 
 
+def _own_last_ms(state: _AlertState, now_ms: int) -> int | None:
+    """The time of a series' last sample, if it is known. One that is far ahead of now was refused: this clock was."""
+    return state.last_ms if state.last_ms is None or state.last_ms <= now_ms + _AHEAD_MS else None
+
+
 def _last_ms(state: _AlertState, written_ms: int, now_ms: int) -> int:
     """The time of a series' last sample; if an earlier process wrote it, the latest that it can have."""
-    if state.last_ms is not None:
-        return state.last_ms
+    if (last_ms := _own_last_ms(state, now_ms)) is not None:
+        return last_ms
     latest_ms = _floor(state.starts_ms, max(state.starts_ms, min(now_ms, written_ms + _BEHIND_MS)))
     return max(state.updated_ms, latest_ms + state.revision)  # each update may be 1 ms after the sample before it
 

@@ -191,6 +191,17 @@ async def test_alerts_of_a_node_whose_clock_was_a_day_ahead_are_written_while_th
     assert setup.ends() == {"delivered": 4}
 
 
+async def test_after_the_clock_of_the_sink_was_a_day_ahead_a_firing_alert_goes_on_and_ends() -> None:
+    noon_ms = START_MS + DAY_MS // 2
+    setup = Setup(Receiver(lambda sample: "too far in the future" if sample.ts_ms > noon_ms else None))
+    await setup.deliver(0, alert_record(alert(), 0))
+    await setup.quiet(DAY_MS)
+    await setup.quiet(2 * MINUTE_MS)
+    await setup.quiet(3 * MINUTE_MS)
+    await setup.deliver(200_000, alert_record(ended_alert(200_000), 1))
+    assert setup.points(alert()) == [(0, 1.0), (120_000, 1.0), (180_000, 1.0), (200_000, END)]
+
+
 async def test_a_backlog_is_written_as_it_would_have_been() -> None:
     setup = Setup()
     await setup.deliver(
