@@ -40,7 +40,10 @@ _METADATA_MS = 20_000
 
 
 class Tail:
-    """Reads topics, each from where ``from_`` says. ``on_records`` gets each topic's records as they come."""
+    """Reads topics, each from where ``from_`` says. ``on_records`` gets each topic's records as they come.
+
+    All that was there at ``read_to_end_s`` has been read, by the clock that never steps back.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Tail:
         self._check = TopicCheck(connection, TopicAccess(tuple(from_)))
         self._offsets = OffsetClient(connection, client_id=client_id)
         self._consumer: Any = None
-        self._read_to_end_s: float | None = None
+        self.read_to_end_s: float | None = None
         self._behind: dict[Partition, int] = {}
         self._log_throttle = LogThrottle()
         self._topic_watch = TopicWatch(tuple(map(connection.prefixed, from_)))
@@ -78,10 +81,10 @@ class Tail:
             return self._check.not_ready() or ["not connected to Kafka"]
         topics = dict.fromkeys(tp.topic for tp in self._behind) or self._from
         name = ", ".join(map(self._connection.prefixed, topics))
-        if self._read_to_end_s is None:
+        if self.read_to_end_s is None:
             backlog = f": {sum(self._behind.values())} records are left" if self._behind else ""
             return [f"reading {name} to its end{backlog}"]
-        late_s = time.monotonic() - self._read_to_end_s
+        late_s = time.monotonic() - self.read_to_end_s
         return [f"whether {name} is read to its end is not known for {late_s:.0f} s"] if late_s > _LATE_S else []
 
     async def _read(self, tps: list[Partition]) -> None:
@@ -154,7 +157,7 @@ class Tail:
                     await asyncio.sleep(_CHECK_EVERY_S / 5)
                     new_ends = await self._offsets.ends(list(behind))  # smaller, if it is another log by now
                     ends = {tp: min(ends[tp], end) for tp, end in new_ends.items()}
-                self._behind, self._read_to_end_s = {}, asked_s
+                self._behind, self.read_to_end_s = {}, asked_s
             except KafkaError as error:
                 await self._retry(error)
             await asyncio.sleep(_CHECK_EVERY_S)

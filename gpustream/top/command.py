@@ -97,7 +97,7 @@ async def followed(
         spans = (latest_spans(ticks, _HISTORY_TICKS) if since_s is None else ticks) | await reader.spans(
             alerts.TOPIC.name
         )
-        reading = asyncio.create_task(_read(reader, spans, fleet, latest_alerts))
+        reading = asyncio.create_task(follow(reader, spans, fleet, latest_alerts))
         try:
             yield lambda: moment(fleet, latest_alerts, f"gpustream top {connection}", began_s), reading
         finally:
@@ -136,12 +136,13 @@ def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float
     return Now(fleet, firing(latest_alerts, at), at, title, facts, quiet)
 
 
-async def _read(
+async def follow(
     reader: history.History, spans: Mapping[Partition, Span], fleet: Fleet, latest_alerts: LatestAlerts
 ) -> None:
     """Adds the records of the spans, and then new ones, in batches: a poll for each record would be slow."""
+    read_s = time.monotonic()
 
-    def observe(records: Sequence[Any]) -> None:
+    def observe(records: Sequence[Any], after_s: float = float("-inf")) -> None:
         ahead_s = time.time() - time.monotonic()
         for record in records:
             if reader.connection.unprefixed(record.topic) == alerts.TOPIC.name:
@@ -153,10 +154,11 @@ async def _read(
                 log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
             else:
                 logged_s = min(record.timestamp / 1000, time.time())
-                fleet.observe(tick, logged_s - ahead_s, record.timestamp)
+                fleet.observe(tick, max(logged_s - ahead_s, after_s), record.timestamp)
 
     async for records in reader.records(spans):
         observe(records)
         await asyncio.sleep(0)  # the screen is drawn meanwhile
     async for records in reader.after(spans, every_s=_READ_EVERY_S):
-        observe(records)
+        observe(records, after_s=read_s)  # they came since then, also if the clock of this host is ahead
+        read_s = time.monotonic()

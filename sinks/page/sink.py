@@ -84,7 +84,7 @@ class PageSink:
             ALERTS.name: "earliest",
             HOURS.name: USAGE_HOURS * 3600.0,
         }
-        self._tail = Tail(settings.connection(), from_, self.handle, client_id=f"gpustream-sink-{self.name}")
+        self.tail = Tail(settings.connection(), from_, self.handle, client_id=f"gpustream-sink-{self.name}")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError and MustRestart."""
@@ -114,7 +114,7 @@ class PageSink:
                 )
             for background in (server.run(), self._expire()):
                 stack.callback(asyncio.ensure_future(background).cancel)
-            await self._tail.run(stop)
+            await self.tail.run(stop)
 
     @property
     def url(self) -> str:
@@ -127,7 +127,7 @@ class PageSink:
 
     def not_ready(self) -> list[str]:
         """The reasons why not everything is shown yet; empty when it is."""
-        return ["not started"] if self.address is None else self._tail.not_ready()
+        return ["not started"] if self.address is None else self.tail.not_ready()
 
     def handle(self, topic: str, records: Sequence[Record]) -> None:
         """Show the content of these records."""
@@ -140,9 +140,11 @@ class PageSink:
                     self.fleet.set_alert(key, alerts.read_alert(record))
                 elif topic == ATTRIBUTED.name:
                     # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
-                    tick, now_ms = decoded(record, _decode_tick, topic), clock.now_ms()
+                    tick, now_ms, now_s = decoded(record, _decode_tick, topic), clock.now_ms(), time.monotonic()
                     age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
-                    is_new = self.fleet.add_tick(tick, time.monotonic(), age_s) != "replay"
+                    if self.tail.read_to_end_s is not None:  # it came later, also if the clock of this host is ahead
+                        age_s = min(age_s, now_s - self.tail.read_to_end_s)
+                    is_new = self.fleet.add_tick(tick, now_s, age_s) != "replay"
                     if is_new and age_s < silent_after_s(tick.interval_ms, SILENT_S):
                         self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))
                 elif record.value is None:  # its key was deleted: its hour is more than a day ago

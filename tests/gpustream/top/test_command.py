@@ -1,15 +1,20 @@
 """What ``gpustream top`` reads of the past, and what it says when nothing comes."""
 
 import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
+import msgspec
 import pytest
 
+from delivery.connection import Connection
 from delivery.ledger import Partition
 from gpustream.alerts import LatestAlerts
 from gpustream.fleet import Fleet
-from gpustream.history import Span
-from gpustream.top.command import latest_spans, moment
+from gpustream.history import History, Span
+from gpustream.top.command import follow, latest_spans, moment
 from tests.gpustream.test_fleet import gpu, tick
+from tests.sinks.records import ConsumedRecord
 
 QUIET, BUSY, EMPTY = (Partition("gpu.attributed", number) for number in range(3))
 
@@ -41,3 +46,30 @@ def test_kafka_is_said_to_be_away_when_every_node_has_missed_three_ticks(
 
     assert trouble(100.0 + quiet_after_s) == ""
     assert trouble(101.0 + quiet_after_s).startswith(f"no tick for {quiet_after_s + 1} s")
+
+
+class Log(History):
+    """A log with a tick that was there and one that came later, as a host sees them whose clock is an hour ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(Connection("127.0.0.1:1"), None, {})
+
+    async def records(self, *_: Any) -> AsyncIterator[Sequence[Any]]:
+        yield [self._record("there")]
+
+    async def after(self, *_: Any, **__: Any) -> AsyncIterator[Sequence[Any]]:
+        yield [self._record("new")]
+
+    def _record(self, node: str) -> ConsumedRecord:
+        logged_ms = round(time.time() * 1000) - 3_600_000
+        return ConsumedRecord(0, msgspec.json.encode(tick(gpu("a"), node=node)), logged_ms, topic="gpu.attributed")
+
+
+async def test_a_node_whose_ticks_come_is_not_silent_although_this_hosts_clock_is_ahead() -> None:
+    fleet = Fleet()
+    await follow(Log(), {}, fleet, LatestAlerts())
+    now = moment(fleet, LatestAlerts(), "", began_s=0.0)
+
+    assert [node for _, node in now.fleet.nodes] == ["new"]
+    assert [device.silent for device in now.fleet.devices()] == [False]
+    assert now.trouble == ""

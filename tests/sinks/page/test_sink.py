@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 
 import msgspec
@@ -62,6 +63,21 @@ def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
         "records_dropped_total": 5,
     }
     assert (len(sink.fleet.nodes), len(sink.fleet.alerts()), len(sink.fleet.usage())) == (1, 1, 1)
+
+
+def test_what_comes_after_all_was_read_is_not_silent_although_this_hosts_clock_is_ahead() -> None:
+    sink, began_s = PageSink(SETTINGS), time.monotonic()
+    records = [ConsumedRecord(seq, msgspec.json.encode(tick(seq, device("GPU-a")))) for seq in (1, 2)]
+    sink.handle("gpu.attributed", records[:1])
+    sink.fleet.expire(time.monotonic())
+    assert not sink.fleet.nodes, "it may be as old as the clock says"
+
+    sink.tail.read_to_end_s = began_s
+    sink.handle("gpu.attributed", records[1:])
+    sink.fleet.expire(began_s + 29)
+    assert [node.silent for node in sink.fleet.nodes.values()] == [False]
+    sink.fleet.expire(began_s + 31)
+    assert [node.silent for node in sink.fleet.nodes.values()] == [True]
 
 
 async def test_it_says_so_if_others_can_reach_it(caplog: pytest.LogCaptureFixture) -> None:
