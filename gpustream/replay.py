@@ -7,7 +7,8 @@ Out:      the final records of that time, as the usage stream writes them, excep
           key that they had there and do not have now, because readers take the highest generation of each key.
 State:    none. Of each partition the generation is one above the highest that its records have. So a replay that was
           killed is run again, and overwrites what it had written.
-On failure: what Kafka does not have any more is refused, with the reason and what it has; exit code 1.
+On failure: what Kafka does not have any more is refused, with the reason and what it has; exit code 1. An hour of a
+          node stays as it is if gpu.attributed was created again in it: the ticks of its beginning are gone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ from streams.usage.books import FIELDS, FINAL_AFTER_MS, Accounting, Books
 from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
 from topics.attributed import TOPIC as ATTRIBUTED
+from topics.samples import silent_after_ms
 from topics.topic import UInt, decoder
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
@@ -51,13 +53,20 @@ SETTLED_MS_OF_SAMPLES = 15_000
 
 _decode = decoder(Usage)
 
+NodeName = tuple[str, str]
+"""The cluster and the name of a node."""
+
 
 class _WindowHead(msgspec.Struct, frozen=True):
-    """The fields of a record of usage that decide which generation comes next."""
+    """The fields of a record of usage that decide which generation comes next, and whether its node had ticks then."""
 
+    cluster: str
+    node: str
     start_ms: UInt
     end_ms: UInt
     generation: UInt
+    category: str
+    device_ms: UInt
 
 
 _decode_head = decoder(_WindowHead)
@@ -169,6 +178,8 @@ def replay(
     )
     if totals.malformed:
         click.echo(f"{counted(totals.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
+    if totals.partial:
+        click.echo(f"{counted(totals.partial, 'hour')} of nodes left as before: {ATTRIBUTED.name} has a part", err=True)
 
 
 @dataclass
@@ -178,6 +189,7 @@ class ReplayTotals:
     nodes: int = 0
     ticks: int = 0
     malformed: int = 0
+    partial: int = 0
     hours: int = 0
     minutes: int = 0
     zeros: int = 0
@@ -231,10 +243,16 @@ class UsageReplay:
 
 
 class PartitionReplay:
-    """The usage of one partition's nodes in some hours, made again. Pure. Ticks that were too late are booked."""
+    """The usage of one partition's nodes in some hours, made again. Pure. Ticks that were too late are booked.
 
-    def __init__(self, hours: Range, policy: Accounting) -> None:
+    ``observed_ms``: since when each node has time in these hours that is not unobserved, as it was booked before. If
+    its ticks begin long after it, the hours until then are ``partial``, and are not made again.
+    """
+
+    def __init__(self, hours: Range, policy: Accounting, observed_ms: Mapping[NodeName, int] | None = None) -> None:
         self._hours, self._replay = hours, UsageReplay(policy, hours.from_ms - BEFORE_MS)
+        self._observed_ms, self._begins = observed_ms or {}, dict[NodeName, tuple[int, int]]()
+        self.partial: set[tuple[NodeName, int]] = set()
         self.nodes: set[bytes | None] = set()
         self.ticks = self.malformed = 0
 
@@ -251,11 +269,25 @@ class PartitionReplay:
             else:
                 self.ticks += 1
                 self.nodes.add(record.key)
-        return [record for record in final if _contains(self._hours, record)]
+                first_ms = min(tick.ts_ms, logged_ms)  # it stands for up to three intervals
+                since_ms = first_ms - silent_after_ms(tick.interval_ms, MINUTE_MS)
+                self._begins.setdefault((tick.cluster, tick.node), (since_ms, first_ms))
+        return list(filter(self._is_due, final))
 
     def end(self, log_ms: int) -> list[Usage]:
         """The usage that is final because its node was silent until this log time."""
-        return [record for record in self._replay.end(log_ms) if _contains(self._hours, record)]
+        return list(filter(self._is_due, self._replay.end(log_ms)))
+
+    def _is_due(self, record: Usage) -> bool:
+        """Whether a record is of these hours, and its node's ticks are all there."""
+        if not _contains(self._hours, record):
+            return False
+        node, hour_ms = (record.cluster, record.node), record.start_ms // HOUR_MS * HOUR_MS
+        since_ms, first_ms = self._begins[node]
+        if hour_ms >= first_ms or self._observed_ms.get(node, first_ms) + MINUTE_MS >= since_ms:
+            return True
+        self.partial.add((node, hour_ms))
+        return False
 
 
 class WrittenKeys:
@@ -319,12 +351,16 @@ class PartitionWriter:
         self, tp: Partition, ticks: Span, old_spans: Mapping[Partition, Span], policy: Accounting, totals: ReplayTotals
     ) -> None:
         """Writes the usage of its nodes, and zeros under keys that only the old records have."""
-        generation = 1
+        generation, observed_ms = 1, dict[NodeName, int]()
         async for records in self._reader.records(old_spans, self._advanced):
             for _, head in history.decoded(records, _decode_head):
-                if _contains(self._hours, head):
-                    generation = max(generation, 1 + head.generation)
-        nodes = PartitionReplay(self._hours, policy._replace(generation=generation))
+                if not _contains(self._hours, head):
+                    continue
+                generation = max(generation, 1 + head.generation)
+                if head.end_ms - head.start_ms == MINUTE_MS and head.category != "unobserved" and head.device_ms:
+                    node = (head.cluster, head.node)
+                    observed_ms[node] = min(head.start_ms, observed_ms.get(node, head.start_ms))
+        nodes = PartitionReplay(self._hours, policy._replace(generation=generation), observed_ms)
         written = WrittenKeys(self._hours, generation)
 
         async def write(final: Sequence[Usage]) -> None:
@@ -343,7 +379,7 @@ class PartitionWriter:
             await self._send(tp.partition, zeros)
         await self._writer.settle()
         totals.nodes, totals.ticks = totals.nodes + len(nodes.nodes), totals.ticks + nodes.ticks
-        totals.malformed += nodes.malformed
+        totals.malformed, totals.partial = totals.malformed + nodes.malformed, totals.partial + len(nodes.partial)
         totals.generation = max(totals.generation, generation)
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:

@@ -138,6 +138,21 @@ def test_what_came_after_a_silence_of_the_log_is_booked_by_a_replay() -> None:
     assert max(hours["again"]) == HOUR_MS
 
 
+def test_an_hour_in_which_the_log_was_created_again_is_left_as_it_was_booked() -> None:
+    log = [tick(0, seq, seq * 20_000, "a", 0.5, 0) for seq in range(1, 5 * 180)]
+    left, hours = log[int(1.5 * 180) :], Range(START_MS + HOUR_MS, START_MS + 3 * HOUR_MS)
+
+    def hours_made_again(observed_ms: int | None) -> set[int]:
+        replayed = PartitionReplay(hours, Accounting(generation=1), {("c", "n-0"): observed_ms} if observed_ms else {})
+        records = [*replayed.add(left), *replayed.end(START_MS + 12 * HOUR_MS)]
+        assert len(replayed.partial) == 2 - len({record.start_ms // HOUR_MS for record in records})
+        return {(record.start_ms - START_MS) // HOUR_MS for record in records}
+
+    assert hours_made_again(START_MS + HOUR_MS) == {2}
+    assert hours_made_again(left[0].timestamp - 3 * 20_000) == {1, 2}, "the first tick stands for three intervals"
+    assert hours_made_again(None) == {1, 2}, "nothing was booked"
+
+
 def test_a_key_that_a_window_had_and_has_no_more_is_zero_once() -> None:
     hours = Range(START_MS, START_MS + HOUR_MS)
     (new, *_) = live([tick(0, 1, 0, "a", 0.5, 0), tick(0, 2, 20_000, "a", 0.5, 0)], START_MS + 3 * HOUR_MS)

@@ -146,6 +146,22 @@ async def _grown(kafka: KafkaServer, records: int) -> bool:
     return len(await _all(kafka)) > records
 
 
+async def test_an_hour_in_which_gpu_attributed_was_created_again_is_left_as_it_was_booked(
+    usage_kafka: KafkaServer,
+) -> None:
+    ticks = [tick for node in range(NODES) for tick in log_of(node, 6)]
+    final = [usage for usage in live(ticks, START_MS + 12 * HOUR_MS) if usage.final]
+    await write(usage_kafka, [tick for tick in ticks if tick.timestamp >= START_MS + HOUR_MS * 3 // 2], final)
+    before = await counting(usage_kafka)
+    replayed = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert replayed.returncode == 0, replayed.stderr
+    assert "4 hours of nodes left as before: gpu.attributed has a part" in replayed.stderr
+    after = await counting(usage_kafka)
+    assert {key: msgspec.structs.replace(usage, generation=0) for key, usage in after.items()} == before
+    made_again = {usage.start_ms // HOUR_MS * HOUR_MS - START_MS for usage in after.values() if usage.generation}
+    assert made_again == {2 * HOUR_MS, 3 * HOUR_MS}
+
+
 async def test_what_kafka_no_longer_has_is_refused_with_the_reason(usage_kafka: KafkaServer) -> None:
     await write(usage_kafka, [tick for node in range(NODES) for tick in log_of(node, 1)], [])
     admin = usage_kafka.admin()
