@@ -104,8 +104,9 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
         parts.append(part)
         remainders.append(remainder)
         undivided -= part
-    for index in sorted(range(len(parts)), key=remainders.__getitem__, reverse=True)[:undivided]:
-        parts[index] += 1
+    if undivided:
+        for index in sorted(range(len(parts)), key=remainders.__getitem__, reverse=True)[:undivided]:
+            parts[index] += 1
     return parts
 
 
