@@ -1,6 +1,7 @@
 """docs/how-to/notifications.md: its excerpts work, and its table is what the code does."""
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,14 @@ def test_the_check_of_a_signature_takes_ours_and_no_other() -> None:
     assert is_ours(b"body", signature(b"body", b"key"), b"key")
     assert not is_ours(b"body", signature(b"body", b"another"), b"key")
     assert not is_ours(b"changed", signature(b"body", b"key"), b"key")
+
+
+@pytest.mark.parametrize("header", ["", "sha256=", "sha256=\u00e9", "sha256=\udce9"], ids=ascii)
+def test_the_check_of_a_signature_refuses_a_header_of_any_characters(header: str) -> None:
+    names: dict[str, Any] = {}
+    (code,) = blocks(PAGE, "python")
+    exec(code.text, names)  # noqa: S102 - our own page
+    assert not names["is_ours"](b"body", header, b"key")
 
 
 @pytest.mark.parametrize("command", [block.text for block in blocks(PAGE, "sh")])
