@@ -1,4 +1,5 @@
-# GPU-seconds per namespace, workload and kind of device, at one tick a second: a shared device is divided evenly.
+# GPU-seconds per namespace, workload and kind of device: a tick stands for its node's interval, and a shared device is
+# divided evenly.
 # kcat ... | jq -rn -f gpu_seconds.jq
 def is_replay($last; $tick):
     if $last == null then false
@@ -15,7 +16,7 @@ reduce inputs as $tick ({last: {}, seconds: {}};
             | ([.holders[]? | {namespace, pod, workload}] | unique_by([.namespace, .pod])) as $pods
             | $pods[]
             | (.workload // {kind: "Pod", name: .pod}) as $workload
-            | {key: "\(.namespace)\t\($workload.kind)/\($workload.name)\t\($kind)", part: (1 / ($pods | length))})
+            | {key: "\(.namespace)\t\($workload.kind)/\($workload.name)\t\($kind)", part: (($tick.interval_ms // 1000) / 1000 / ($pods | length))})
           as $share (.; .seconds[$share.key] += $share.part)
       end)
 | .seconds | to_entries | sort_by(-.value)[]

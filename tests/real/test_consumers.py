@@ -334,6 +334,13 @@ def test_kcat_and_jq_add_up_gpu_seconds(filled: Filled) -> None:
     assert len(rows) > 10
 
 
+def test_jq_counts_a_tick_for_as_long_as_its_nodes_interval(filled: Filled, tmp_path: Path) -> None:
+    holder = {"namespace": "ml", "pod": "bert-0"}
+    tick = {**filled.ticks[0], "interval_ms": 10_000, "devices": [{"uuid": "GPU-1", "holders": [holder]}]}
+    (tmp_path / "ticks.jsonl").write_text(json.dumps(tick) + "\n")
+    assert run(filled, f"cat {tmp_path}/ticks.jsonl |{_kcat(2).partition('|')[2]}") == "ml\tPod/bert-0\tGPU\t10\n"
+
+
 def test_kcat_and_jq_find_devices_that_are_lost(filled: Filled, tmp_path: Path) -> None:
     text = _kcat(3)
     assert run(filled, text) == ""
