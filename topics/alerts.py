@@ -51,9 +51,20 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     starts_at: Annotated[Time, about("When it fired, by the time of the tick that made it fire.")]
     ends_at: Annotated[Time | None, about("When it was resolved, likewise. Absent while it fires.")] = None
     severity: AnySeverity
-    value: Annotated[Number | None, about("The figure that the rule judges, when it fired.", "that of the rule")] = None
+    value: Annotated[
+        Number | None,
+        about(
+            "The figure that the rule judges, as of when it fired; of an alert that has gpus, as of when it was "
+            "written.",
+            "that of the rule",
+        ),
+    ] = None
     labels: Annotated[
-        dict[str, str], about("The alert's labels, by name, as when it fired: docs/reference/alerts.md lists them.")
+        dict[str, str],
+        about(
+            "The alert's labels, by name, as when it fired, but for severity, which is as in severity: "
+            "docs/reference/alerts.md lists them."
+        ),
     ] = {}
     annotations: Annotated[
         dict[str, str], about("Sentences for people and figures, by name, as of when it was written.")
@@ -327,8 +338,8 @@ CLOUD_EVENT = (
     EventAttribute(
         "id",
         transition_id,
-        "The transition: `FINGERPRINT/STARTS_AT_MS/STATE`. With `source` it identifies the event; a record that is"
-        " written again has the same one.",
+        "The transition: `FINGERPRINT/STARTS_AT_MS/STATE`, and `/REVISION` if that is not 0. With `source` it"
+        " identifies the event; a record that is written again, also with new figures, has the same one.",
     ),
     EventAttribute("source", lambda alert: f"urn:gpustream:{alert.cluster}/{alert.node}", "The node that it is about."),
     EventAttribute(

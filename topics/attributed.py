@@ -28,7 +28,7 @@ class Workload(msgspec.Struct, frozen=True, gc=False):
 
 
 class Parts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What of a shared device is one holder's, or nobody's."""
+    """What of a device that is held is one holder's, or nobody's."""
 
     utilization_ratio: Annotated[Number | None, about("The part of the device's utilization.", "0-1")] = None
     memory_used_bytes: Annotated[Number | None, about("The part of its memory in use.", "bytes")] = None
@@ -65,7 +65,10 @@ class Holder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     annotations: Annotated[dict[str, str], about("The pod's annotations, by name.")] = {}
     namespace_labels: Annotated[dict[str, str], about("The labels of the pod's namespace, by name.")] = {}
     parts: Annotated[
-        Parts | None, about("What of the device is this holder's, if holders share it and that is known.")
+        Parts | None,
+        about(
+            "What of the device is this pod's, if that is known. Of several containers of a pod only the first has it."
+        ),
     ] = None
     observed: Annotated[
         bool, about("Whether the kubelet did not give it the device, but a process of the pod runs there.")
@@ -175,7 +178,9 @@ class AttributedDevice(Device, frozen=True, gc=False, omit_defaults=True):
 
     events: Annotated[tuple[AttributedEvent, ...] | None, about("What happened on it since the tick before.")] = None
     holders: Annotated[tuple[Holder, ...], about("Who holds it. Empty: nobody is known to.")] = ()
-    unattributed: Annotated[Parts | None, about("What of a shared device is no holder's.")] = None
+    unattributed: Annotated[Parts | None, about("What of a device that is held is no holder's, if that is known.")] = (
+        None
+    )
     split_scaled: Annotated[
         bool, about("Whether the processes' sum was more than the device, and their parts were scaled down.")
     ] = False

@@ -63,7 +63,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ]
     slice_ms: Annotated[UInt, about("device_ms, times the compute slices of the device: all of a whole GPU's.", "ms")]
     of: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1), about("How many compute slices the GPU has.", "slices")]
-    used_us: Annotated[UInt, about("Of device_ms, how long it computed.", "us")]
+    used_us: Annotated[
+        UInt, about("Of device_ms, how long it computed. Both are rounded, so that it may be a little more.", "us")
+    ]
     idle_ms: Annotated[UInt, about("Of device_ms, how long the holder did nothing with it.", "ms")]
     tensor_us: Annotated[UInt, about("Of device_ms, how long the tensor cores worked.", "us")]
     energy_mj: Annotated[UInt, about("The energy that it took.", "mJ")]
