@@ -48,10 +48,11 @@ _QUIET_EVERY_S = 1.0
 
 
 class Handler(Protocol):
-    """Delivers the records of one partition, in their order."""
+    """Delivers the records of one partition, in their order. All but :meth:`deliver` do nothing by themselves."""
 
     def recall(self, record: Record) -> None:
         """Restore the handler's state from a record that was finished before. Delivers nothing."""
+        return
 
     def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Deliver the records in steps, and yield after each step the offset after the last finished record.
@@ -64,9 +65,11 @@ class Handler(Protocol):
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Called about once a second while the partition is read to its end, whether or not all records are finished.
         Raises Abandoned."""
+        return
 
     def reset(self) -> None:
         """Forget everything: the topic was recreated, and its offsets start again."""
+        return
 
 
 class Source(NamedTuple):

@@ -31,7 +31,7 @@ from delivery.positions import NOTHING
 from delivery.sender import Sender
 from delivery.tasks import set_within
 from sinks import outcomes
-from sinks.consumer import GroupReader, Source
+from sinks.consumer import GroupReader, Handler, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.settings import ParquetSettings
 from topics.times import MAX_TIME_MS
@@ -247,8 +247,9 @@ class Disk:
             log.warning("a file can't be written: %s; trying again", failing)
 
 
-class ParquetPartition:
-    """The handler of a partition: collects records for a while, then writes those of each hour together."""
+class ParquetPartition(Handler):
+    """The handler of a partition: collects records for a while, then writes those of each hour together. It restores
+    nothing from the log, because the files have what was finished."""
 
     def __init__(
         self, files: HourFiles, write_every_s: float, disk: Disk, letters: DeadLetters, outcomes: Outcomes
@@ -259,9 +260,6 @@ class ParquetPartition:
         self._hours: dict[int, dict[bytes, Usage]] = {}
         self._pending = self._dead_lettered = self._next_offset = 0
         self._since_s: float | None = None
-
-    def recall(self, record: Record) -> None:
-        """Does nothing: the files have this record."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Collect records, and write them if they are many or old, or if the partition is being revoked."""
@@ -278,9 +276,6 @@ class ParquetPartition:
         is_due = self._since_s is not None and now_s - self._since_s >= self._write_every_s
         if self._pending and (is_due or abandon.is_set() or not self._hours):
             yield await self._write(abandon)
-
-    async def quiet(self, abandon: asyncio.Event) -> None:
-        """Does nothing."""
 
     def reset(self) -> None:
         """Forget the pending records."""

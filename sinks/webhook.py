@@ -31,7 +31,7 @@ from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from sinks import outcomes, receiver
 from sinks.alerts import Transitions, read_alert
-from sinks.consumer import GroupReader, Source
+from sinks.consumer import GroupReader, Handler, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable
 from sinks.receiver import Http, Receiver, Request
 from sinks.settings import WebhookSettings
@@ -122,7 +122,7 @@ class Secret:
         return self._secret
 
 
-class WebhookPartition:
+class WebhookPartition(Handler):
     """The handler of a partition. All partitions of a sink share its arguments."""
 
     def __init__(
@@ -172,9 +172,6 @@ class WebhookPartition:
         except BaseException:
             await self._drop()
             raise
-
-    async def quiet(self, abandon: asyncio.Event) -> None:
-        """Does nothing."""
 
     def reset(self) -> None:
         self._transitions.clear()

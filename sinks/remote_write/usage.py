@@ -14,6 +14,7 @@ import msgspec
 
 from delivery.dead_letters import Record
 from sinks.alerts import batches
+from sinks.consumer import Handler
 from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.samples import SampleWriter, Written
@@ -100,8 +101,8 @@ def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) 
     return tuple(sorted((dict(nonempty(own.items())) | dict(labels(names, device, max_labels - _OWN_LABELS))).items()))
 
 
-class UsagePartition:
-    """The handler of a partition."""
+class UsagePartition(Handler):
+    """The handler of a partition. It keeps nothing: an hour that is sent again is the same sample."""
 
     def __init__(
         self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = NO_RELABELLING
@@ -110,21 +111,12 @@ class UsagePartition:
         self._max_records = max(1, shared.max_samples // len(_HELD))
         self._writer = SampleWriter(shared, "gpustream_remote_write_usage_samples_refused_total")
 
-    def recall(self, record: Record) -> None:
-        """Keeps nothing: an hour that is sent again is the same sample."""
-
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Write the final hours, batch by batch."""
         hours = [self._read(record) for record in records]
         for batch in batches(hours, self._max_records, key=lambda hour: hour.groups and hour.groups[0].series.labels):
             await self._writer.finish(batch, abandon)
             yield batch[-1].record.offset + 1
-
-    async def quiet(self, abandon: asyncio.Event) -> None:
-        """Writes nothing."""
-
-    def reset(self) -> None:
-        """Keeps nothing."""
 
     def _read(self, record: Record) -> Written:
         """The samples of a record, or its outcome if it has none."""
