@@ -171,7 +171,7 @@ class Delivered:
 
 
 class Deliverer:
-    """Delivers ticks to one receiver, and remembers which series it refuses."""
+    """Delivers ticks to one receiver, and remembers which series it refuses. ``slots`` are for requests in flight."""
 
     def __init__(
         self,
@@ -181,10 +181,9 @@ class Deliverer:
         *,
         at_once: int = 8,
     ) -> None:
-        self._sender, self._slots = sender, asyncio.Semaphore(at_once)
+        self.sender, self.slots, self.clock_s = sender, asyncio.Semaphore(at_once), clock_s
+        self.size = RequestSize()
         self._left_out = LeftOut()
-        self._size = RequestSize()
-        self._clock_s = clock_s
         instruments.gauge("gpustream_remote_write_series_left_out").set_function(self._left_out.__len__)
 
     async def deliver(self, ticks: Sequence[Sequence[SampleGroup]], abandon: asyncio.Event) -> list[Delivered]:
@@ -192,13 +191,13 @@ class Deliverer:
 
         If the receiver refuses everything, this waits until it does not, and sends everything again. Raises Abandoned.
         """
-        self._left_out.expire(self._clock_s())
+        self._left_out.expire(self.clock_s())
         cuts = [self._left_out.cut(tick) for tick in ticks]
         sent_before = False
         while True:
             results = [Delivered(left_out=left) for _, left in cuts]
             pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
-            bisection = _Bisection(self._sender, self._slots, self._size, self._clock_s, abandon, pieces)
+            bisection = _Bisection(self, abandon, pieces)
             try:
                 await bisection.run()
             except _RefusesEverything:
@@ -211,7 +210,7 @@ class Deliverer:
     def leave_out(self, result: Delivered) -> None:
         """Leave out the series that were found to be refused. Report them before: afterwards nothing refuses them."""
         for group, refusal in result.found:
-            self._left_out.add(group, refusal, self._clock_s())
+            self._left_out.add(group, refusal, self.clock_s())
 
 
 class _Piece(NamedTuple):
@@ -235,19 +234,10 @@ class _RefusesEverything(Exception):
 class _Bisection:
     """Sends pieces, and bisects those that are refused. ``sent_again``: some pieces were sent more than once."""
 
-    def __init__(
-        self,
-        sender: RemoteWriteSender,
-        slots: asyncio.Semaphore,
-        size: RequestSize,
-        clock_s: Callable[[], float],
-        abandon: asyncio.Event,
-        pieces: _Pieces,
-    ) -> None:
+    def __init__(self, deliverer: Deliverer, abandon: asyncio.Event, pieces: _Pieces) -> None:
         self.sent_again = False
-        self._sender, self._slots, self._size, self._clock_s = sender, slots, size, clock_s
-        self._abandon, self._all = abandon, pieces
-        self._accepted_before = sender.accepted
+        self._deliverer, self._abandon, self._all = deliverer, abandon, pieces
+        self._accepted_before = deliverer.sender.accepted
         self._last_refusal: tuple[Refusal, int] | None = None
 
     async def run(self) -> None:
@@ -259,12 +249,12 @@ class _Bisection:
     async def _send(self, pieces: _Pieces) -> None:
         """Send pieces in requests of the size that the receiver accepts, and bisect those that are refused."""
         while pieces:
-            batch, pieces = _take(pieces, self._size.samples)
+            batch, pieces = _take(pieces, self._deliverer.size.samples)
             await self._send_ticks(batch)
 
     async def _send_smaller(self, pieces: _Pieces, samples: int) -> None:
         """Send pieces in smaller requests, because one with so many samples was too large."""
-        self._size.too_large(samples, self._clock_s())
+        self._deliverer.size.too_large(samples, self._deliverer.clock_s())
         await self._send(pieces)
 
     async def _send_ticks(self, pieces: _Pieces) -> None:
@@ -362,7 +352,7 @@ class _Bisection:
         result.written += refusal.written
         if refusal.reason not in WHOLE:
             result.found += refused if known else []
-            self._last_refusal = refusal, self._sender.accepted
+            self._last_refusal = refusal, self._deliverer.sender.accepted
 
     async def _request_of_tick(self, pieces: _Pieces) -> Refusal | None:
         """Send a part of one tick as one request, and count it against the tick's budget."""
@@ -372,16 +362,16 @@ class _Bisection:
     async def _request(self, pieces: _Pieces) -> Refusal | None:
         """Send pieces as one request."""
         groups = [piece.group for piece in pieces]
-        async with self._slots:
-            refusal = await self._sender.send(groups, self._abandon)
-        if refusal is None and not math.isinf(self._size.samples):
-            self._size.accepted(samples_of(groups), self._clock_s())
+        async with self._deliverer.slots:
+            refusal = await self._deliverer.sender.send(groups, self._abandon)
+        if refusal is None and not math.isinf(self._deliverer.size.samples):
+            self._deliverer.size.accepted(samples_of(groups), self._deliverer.clock_s())
         return refusal
 
     async def _ensure_it_accepts_anything(self, refusal: Refusal, since: int) -> None:
         """Return if the receiver accepts other requests; else wait until it does and raise _RefusesEverything."""
         groups = [piece.group for piece in self._all]
-        if not await self._sender.accepts_anything(groups, since, refusal.text, self._abandon):
+        if not await self._deliverer.sender.accepts_anything(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
 
 
