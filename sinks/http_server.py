@@ -136,10 +136,9 @@ async def listening(
             for listener in listeners:
                 listener.listen()
         except OSError as error:
+            # asyncio's own text says it twice
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-            raise ListenError(
-                f"{option}: can't serve on {Address(host, port)}: {reason}"
-            ) from error  # asyncio says it twice
+            raise ListenError(f"{option}: can't serve on {Address(host, port)}: {reason}") from error
         accepting = [asyncio.ensure_future(_accept(listener, server, context, clients)) for listener in listeners]
         yield host, listeners[0].getsockname()[1]
     finally:

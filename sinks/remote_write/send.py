@@ -227,9 +227,8 @@ class RemoteWriteSender:
         """
         small = self._newest
         if not small or turn % 2:
-            first = {
-                id(group.series): group for group in reversed(groups)
-            }  # the earliest, so that it is not later than what follows
+            # of each set the earliest group, so that it is not later than what follows
+            first = {id(group.series): group for group in reversed(groups)}
             rows = [(group, row) for group in first.values() for row in range(len(group.values))]
             group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]  # far from those of earlier turns
             small = [group.part([row])]
