@@ -63,22 +63,6 @@ _NOT_MADE: tuple[None, None] = None, None
 _group = partial(tuple.__new__, SampleGroup)
 
 
-def _last_xid(device: SeriesDevice, cache: Cache) -> float | None:
-    """The code of a device's last XID error, 0 if the producer has seen none.
-
-    None if it had errors of several codes before this sink's first tick: which came last is unknown then.
-    """
-    event_codes = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
-    counted_codes = [float(code) for code in device.xids if code.isdecimal()]
-    if event_codes:
-        cache.last_xids[device.uuid] = event_codes[-1]
-    elif not counted_codes:
-        cache.last_xids[device.uuid] = 0
-    elif device.uuid not in cache.last_xids and len(counted_codes) == 1:
-        cache.last_xids[device.uuid] = counted_codes[0]
-    return cache.last_xids.get(device.uuid)
-
-
 class Translator:
     """Translates ticks in the given profiles; no tenant's labels make a series have more than ``max_labels``.
 
@@ -354,12 +338,26 @@ class Translator:
         return labelled
 
     def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache) -> Counts:
-        """A device's holders and XID errors, beside its metrics."""
-        xids = last_xid = None
-        if device.xids or (device.info and device.mig is None):  # a producer that sends info also watches XID errors
-            xids = float(sum(device.xids.values())) if device.xids else 0.0
-            last_xid = _last_xid(device, cache) if self._has_last_xid else None
-        return None if holders is None else float(holders), xids, last_xid
+        """A device's holders and XID errors, beside its metrics.
+
+        The code of the last error is 0 if the producer has seen none. It is None if there were errors of several codes
+        before this sink's first tick: which came last is unknown then.
+        """
+        of_holders = None if holders is None else float(holders)
+        if not (device.xids or (device.info and device.mig is None)):  # else the producer watches XID errors
+            return of_holders, None, None
+        xids = float(sum(device.xids.values()))
+        if not self._has_last_xid:
+            return of_holders, xids, None
+        event_codes = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
+        counted_codes = [float(code) for code in device.xids if code.isdecimal()]
+        if event_codes:
+            cache.last_xids[device.uuid] = event_codes[-1]
+        elif not counted_codes:
+            cache.last_xids[device.uuid] = 0
+        elif device.uuid not in cache.last_xids and len(counted_codes) == 1:
+            cache.last_xids[device.uuid] = counted_codes[0]
+        return of_holders, xids, cache.last_xids.get(device.uuid)
 
     def _metric_sets(
         self,
