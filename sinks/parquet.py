@@ -120,7 +120,8 @@ class HourFiles:
             _lock(lock)  # a worker that does not know that it has lost the partition may merge, too
             old = _read(file)
             orders = list(zip(*(old[name].to_pylist() for name in _ORDER), strict=True))
-            keys = _keys(old)
+            fields = zip(*(old[name].to_pylist() for name in Key._fields), strict=True)
+            keys = [Key._make("" if field is None else field for field in row) for row in fields]  # as Kafka has them
             known, new_rows = dict(zip(keys, orders, strict=True)), {}
             for record in records:
                 key = record.key
@@ -189,12 +190,6 @@ def _read(file: Path) -> Any:
     if missing := [name for name in (*Key._fields, *_ORDER) if not _has_column(table, name)]:
         raise pa.ArrowInvalid(f"{file} is no file of this sink: it lacks the columns {', '.join(missing)}")
     return rows
-
-
-def _keys(rows: Any) -> list[Key]:
-    """The key of each row. As in Kafka, an empty field and one that is not there are the same."""
-    columns = zip(*(rows[name].to_pylist() for name in Key._fields), strict=True)
-    return [Key._make("" if field is None else field for field in row) for row in columns]
 
 
 def _has_column(table: Any, name: str) -> bool:
