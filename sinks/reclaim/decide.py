@@ -132,8 +132,8 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     if not facts.pods:
         return Objection("no_owner", f"{subject(firing.alert)}: the alert names no pod")
     for name, pod in facts.pods.items():
-        if (change := _change_of_pod(name, pod, firing)) is not None:
-            return Objection("changed", change)
+        if (changed := _change_of_pod(name, pod, firing)) is not None:
+            return Objection("changed", changed)
         for obj in filter(None, (pod, *facts.owners[name], facts.workload)):
             template = (obj.get("spec") or {}).get("template") or {}  # it may not have made its pods by that yet
             for part in (obj, template):
@@ -146,10 +146,10 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
         return Objection("no_owner", f"pod {pod_name} has no owner that would start it again: only a person may end it")
     if len({chain[-1]["metadata"]["uid"] for chain in chains}) > 1:
         return Objection("several_owners", f"{subject(firing.alert)}: the pods of the alert have several owners")
-    plan = _plan(kind, chains, facts.workload)
-    if isinstance(plan, Objection) or firing.partly:
-        return plan
-    return plan if kind == "event" else _unknown_pods(chains) or plan
+    change = _workload_change(kind, chains, facts.workload)
+    if isinstance(change, Objection) or firing.partly or kind == "event":
+        return change
+    return _unknown_pods(chains) or change
 
 
 def _unknown_pods(chains: Sequence[Sequence[Json]]) -> Objection | None:
@@ -185,14 +185,17 @@ def _change_of_pod(name: str, pod: Json | None, firing: Firing) -> str | None:
     return None
 
 
-def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | None) -> WorkloadChange | Objection:
+def _workload_change(
+    kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | None
+) -> WorkloadChange | Objection:
+    """The change of the pods' owner that an action of this kind makes, or why it can't be made."""
     top = chains[0][-1]
     if kind == "event":
         return WorkloadChange(top, None)
     if kind == "deactivate":
         if workload is None or "spec" not in workload:
             return Objection("unsupported", f"{_named(top)} is not queued by Kueue")
-        return _change(workload, {"active": False}, is_done=workload["spec"].get("active") is False)
+        return _unless_over(workload, {"active": False}, is_done=workload["spec"].get("active") is False)
     kinds = SCALED if kind == "scale" else SUSPENDED
     chain_by_uid = {obj["metadata"]["uid"]: chain for chain in chains for obj in chain if _is_of(obj, kinds)}
     if not chain_by_uid:
@@ -211,15 +214,16 @@ def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | N
         if claims.get("whenScaled") == "Delete" and obj["spec"].get("volumeClaimTemplates"):
             return Objection("unsupported", f"{_named(obj)} would lose its volumes: whenScaled of its claims is Delete")
         replicas = obj["spec"].get("replicas", 1)
-        return _change(obj, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
-    return _change(obj, {"suspend": True}, is_done=obj["spec"].get("suspend") is True)
+        return _unless_over(obj, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
+    return _unless_over(obj, {"suspend": True}, is_done=obj["spec"].get("suspend") is True)
 
 
 def _is_of(obj: Json, kinds: Sequence[tuple[str, str]]) -> bool:
     return group_kind(obj) in kinds and "spec" in obj
 
 
-def _change(obj: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
+def _unless_over(obj: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
+    """The change of an object, unless it has ended, is being deleted, or has what the change would make."""
     conditions = obj.get("status", {}).get("conditions") or ()
     if is_done or any(c["type"] in _OVER and c["status"] == "True" for c in conditions):
         return Objection("already", f"{_named(obj)} has ended, or somebody stopped it already")
@@ -232,9 +236,9 @@ def _named(obj: Json) -> str:
     return f"{obj['kind']} {obj['metadata']['name']}"
 
 
-def patch(plan: WorkloadChange, action: str, summary: str) -> Json:
+def patch(change: WorkloadChange, action: str, summary: str) -> Json:
     """The merge patch of a change. The API server refuses it (409) if the object was replaced or changed since."""
-    meta = plan.object["metadata"]
+    meta = change.object["metadata"]
     explanation = f"{summary[:_MAX_SUMMARY]}; to undo it: gpustream reclaim undo {action}"
     return {
         "metadata": {
@@ -242,7 +246,7 @@ def patch(plan: WorkloadChange, action: str, summary: str) -> Json:
             "resourceVersion": meta["resourceVersion"],
             "annotations": {RECLAIMED_BY: action, EXPLANATION: explanation, UNDONE: None},
         },
-        "spec": plan.spec,
+        "spec": change.spec,
     }
 
 

@@ -311,7 +311,7 @@ class Reclaimer:
         return wait_s
 
     async def _act(
-        self, firing: Firing, kind: ActionKind, plan: WorkloadChange, facts: Facts, abandon: asyncio.Event
+        self, firing: Firing, kind: ActionKind, change: WorkloadChange, facts: Facts, abandon: asyncio.Event
     ) -> None:
         """Write the intention, act, and write the outcome. In a dry run, write what would be done.
 
@@ -321,49 +321,50 @@ class Reclaimer:
         if namespace != facts.namespace or self._clock_s() > firing.until_s:
             return
         summary = firing.alert.annotations.get("summary", firing.alert.name)
-        generation = plan.object["metadata"].get("generation")
+        generation = change.object["metadata"].get("generation")
         intention = self._action(
-            firing, kind, "intended" if self.settings.act else "dry_run", target=plan.target, replicas=plan.replicas,
-            generation=generation + 1 if generation is not None and plan.spec is not None else None, message=summary,
+            firing, kind, "intended" if self.settings.act else "dry_run", message=summary,
+            target=change.target, replicas=change.replicas,
+            generation=generation + 1 if generation is not None and change.spec is not None else None,
         )  # fmt: skip
         if not self.settings.act:
             await self._write(intention, abandon)
             return
-        budget = self.settings.event_budget if kind == "event" else self.settings.budget
-        spent = Objection("budget", f"the budget of {budget} an hour is spent: {subject(firing.alert)} is tried again")
         is_granted = self.ledger.has_room(intention, self._now_ms()) and await self._write(intention, abandon)
         last = self.ledger.last(intention.id)
         if last is not None and last.state in OVER:
             return  # by another replica, whose records were not read before
         if not is_granted:
-            await self._refuse(firing, kind, spent, abandon)
+            budget = self.settings.event_budget if kind == "event" else self.settings.budget
+            text = f"the budget of {budget} an hour is spent: {subject(firing.alert)} is tried again"
+            await self._refuse(firing, kind, Objection("budget", text), abandon)
             return
         if abandon.is_set():
             raise Abandoned
         if self._clock_s() > firing.until_s:
             return
         try:
-            done = await self._do(plan, intention, firing.alert, facts)
+            done = await self._do(change, intention, firing.alert, facts)
         except Denied as denied:
             await self._write(_next_state(intention, "refused", reason=denied.reason, message=str(denied)), abandon)
             return
         if done:
             await self._write(_next_state(intention, "done"), abandon)
-            log.info("done: %s (%s)", describe(kind, plan.target, intention.namespace), intention.id)
+            log.info("done: %s (%s)", describe(kind, change.target, intention.namespace), intention.id)
         else:
             await self.settle(intention, abandon, "changed")
 
-    async def _do(self, plan: WorkloadChange, intention: Action, alert: Alert, facts: Facts) -> bool:
+    async def _do(self, change: WorkloadChange, intention: Action, alert: Alert, facts: Facts) -> bool:
         """Change the object, or write the Events. False: the object was changed or deleted since it was read."""
-        namespace, target = intention.namespace, plan.target
-        if plan.spec is not None:
-            content = patch(plan, intention.id, intention.message)
+        namespace, target = intention.namespace, change.target
+        if change.spec is not None:
+            content = patch(change, intention.id, intention.message)
             return await self.cluster.change(target, namespace, content) is not None
         text = f"{intention.message}. {alert.annotations.get('policy', '')}".strip()
         pods, now = [pod for pod in facts.pods.values() if pod is not None][:_MAX_EVENTS], datetime.now(UTC)
         written = [
             await self.cluster.write_event(event(alert, intention.id, obj, namespace, text, now))
-            for obj in (*pods, plan.object)  # the workload's comes last: if it exists, all do
+            for obj in (*pods, change.object)  # the workload's comes last: if it exists, all do
         ]
         return all(written)
 
