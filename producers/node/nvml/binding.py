@@ -6,8 +6,8 @@ On failure: every call raises NvmlError and nothing else. Any call may hang, eve
 filling in its answer counts as an error; pynvml would return zeros. So the functions in ``_ANSWER_TYPES`` are called
 here without pynvml's wrappers, with every bit of the answer set before, which is how NVML writes "not available". So
 are the functions that list something, because pynvml believes any number of items, and allocates memory for them all.
-Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. It returns an empty list
-of processes as ``NVMLError(0)``. A missing symbol is sometimes an error of another class.
+Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. A missing symbol is
+sometimes an error of another class.
 """
 
 import ctypes
@@ -160,8 +160,6 @@ class Nvml:
         try:
             answer = pynvml_function(*arguments)
         except pynvml.NVMLError as error:
-            if error.value == 0:
-                return []
             raise NvmlError(error.value) from None
         except pynvml.NVMLLibraryMismatchError:
             raise NvmlError(FUNCTION_NOT_FOUND) from None
