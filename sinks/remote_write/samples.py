@@ -44,23 +44,21 @@ class SampleWriter:
 
         Dead letters are written before anything is counted, because an abandoned batch is repeated. Raises Abandoned.
         """
-        results = [None if written.groups is None else Delivered() for written in batch]
-        for depth in range(max(len(written.groups or ()) for written in batch)):
-            numbers = [number for number, written in enumerate(batch) if depth < len(written.groups or ())]
-            groups = [(batch[number].groups or ())[depth] for number in numbers]
-            for number, sent in zip(numbers, await self.send(groups, abandon), strict=True):
-                if (result := results[number]) is not None:
-                    result.refused += sent.refused
-                    result.found += sent.found
-                    result.left_out += sent.left_out
+        results = [Delivered() for _ in batch]
+        groups_and_results = [(written.groups or (), result) for written, result in zip(batch, results, strict=True)]
+        for depth in range(max(len(groups) for groups, _ in groups_and_results)):
+            turn = [(groups[depth], result) for groups, result in groups_and_results if depth < len(groups)]
+            for (_, result), sent in zip(turn, await self.send([group for group, _ in turn], abandon), strict=True):
+                result.refused += sent.refused
+                result.found += sent.found
+                result.left_out += sent.left_out
         outcomes = [_outcome(written, result) for written, result in zip(batch, results, strict=True)]
         for written, (outcome, why) in zip(batch, outcomes, strict=True):
             if outcome == "dead_lettered":
                 await self._shared.letters.write(written.record, why, abandon)
         for written, result, (outcome, why) in zip(batch, results, outcomes, strict=True):
-            if result is not None:
-                written.settle()
-                self.count(result)
+            written.settle()
+            self.count(result)
             if outcome == "delivered" and written.groups and written.groups[-1].values is END:
                 self._shared.instruments.counter("gpustream_remote_write_markers_total").inc()
             self._shared.outcomes.finish(outcome, why)
@@ -78,9 +76,9 @@ class SampleWriter:
             self._shared.instruments.counter(self._refused, reason).inc(len(group.values))
 
 
-def _outcome(written: Written, result: Delivered | None) -> tuple[Outcome, str]:
+def _outcome(written: Written, result: Delivered) -> tuple[Outcome, str]:
     """The outcome of a record, and the reason. If samples were refused for their time, only the last time matters."""
-    if result is None:
+    if written.groups is None:
         return written.outcome, written.why
     if not {refusal.reason for _, refusal in result.refused} <= UNTIMELY:
         return "dead_lettered", result.describe()
