@@ -89,7 +89,7 @@ class OpenSeries:
     """
 
     def __init__(self, translator: Translator, resolution: Resolution | None = None) -> None:
-        self._translator, self._resolution = translator, resolution
+        self._translator, self.resolution = translator, resolution
         self._nodes: dict[NodeKey, _Node] = {}
         self._unsettled: dict[NodeKey, Cache] = {}
 
@@ -124,13 +124,13 @@ class OpenSeries:
 
     def fold(self, sample: SeriesTick, window: NodeWindow | None) -> NodeWindow:
         """Put a tick into its node's window. None: open a new one."""
-        if self._resolution is None:
+        if self.resolution is None:
             raise RuntimeError("without a resolution there are no windows")
         cache = self._cache(sample)
         keys, groups = self._translator.translate(sample, cache)
         if window is None:
             identities = self._translator.identities
-            return NodeWindow(self._resolution, identities, sample.ts_ms, keys, groups, cache.withheld)
+            return NodeWindow(self.resolution, identities, sample.ts_ms, keys, groups, cache.withheld)
         window.add(sample.ts_ms, keys, groups, cache.withheld)
         return window
 
@@ -138,7 +138,7 @@ class OpenSeries:
         """The samples of a tick, or of its window: each series once, and an end for those that are gone."""
         node = self._nodes.get((sample.cluster, sample.node))
         open_before = node.open if node is not None else ()
-        if window is None and self._resolution is not None:
+        if window is None and self.resolution is not None:
             window = self.fold(sample, None)
         if window is not None:
             _, last = window.written()

@@ -66,10 +66,10 @@ class RemoteWriteShared(NamedTuple):
 
 
 class RemoteWritePartition:
-    """The handler of a partition. ``windows``: ticks are not written one by one, but in windows."""
+    """The handler of a partition. If ``series`` has a resolution, ticks are not written one by one, but in windows."""
 
-    def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue, *, windows: bool = False) -> None:
-        self._series, self._shared, self._queue, self._windows = series, shared, queue, windows
+    def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue) -> None:
+        self._series, self._shared, self._queue = series, shared, queue
         self._open: dict[bytes | None, ReadRecord] = {}  # the last record of each open window, in the order of the log
         self._log_s = 0.0  # log time, without gaps
         self._logged_ms = 0
@@ -178,7 +178,7 @@ class RemoteWritePartition:
             self._ledger.finish(slot)
             return
         read = ReadRecord(record, slot, in_doubt=record.offset < self._in_doubt_before)
-        if not self._windows:
+        if self._series.resolution is None:
             self._enqueue(read, abandon)
             return
         self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
@@ -238,7 +238,7 @@ class RemoteWritePartition:
 
     def _is_full(self) -> bool:
         """Whether no more records should be read before some are finished."""
-        if self._windows:
+        if self._series.resolution is not None:
             return self._enqueued >= AHEAD_RECORDS  # open windows do not count: they close only when more is read
         ahead = (self._ledger.expected(self._tp) or 0) - (self._ledger.position(self._tp) or 0)
         return ahead >= AHEAD_RECORDS or self._ledger.open_bytes >= AHEAD_BYTES // len(self._queue.partitions)

@@ -165,7 +165,7 @@ class RemoteWriteSink:
         resolution = settings.resolution()
 
         def samples(_: int) -> RemoteWritePartition:
-            return RemoteWritePartition(OpenSeries(translator, resolution), shared, queue, windows=bool(resolution))
+            return RemoteWritePartition(OpenSeries(translator, resolution), shared, queue)
 
         def alerts(_: int) -> AlertPartition:
             return AlertPartition(AlertSeries(settings.max_labels, relabelling), shared)
