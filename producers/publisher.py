@@ -164,9 +164,9 @@ class NodePublisher:
         """The run of the last tick."""
         return self._numbering.run_id
 
-    def sampled(self) -> dict[int, int]:
-        """The ``seq`` of the last tick of every run so far, dropped ticks included."""
-        return self._numbering.runs()
+    def sampled(self) -> list[tuple[str, int, int]]:
+        """Every run so far: the node, the run_id, and the ``seq`` of its last tick, dropped ones included."""
+        return [(self._numbering.node, run_id, seq) for run_id, seq in self._numbering.runs().items() if seq]
 
     @property
     def held(self) -> int:

@@ -89,8 +89,8 @@ class NodeProducer:
         return [*self._gpus.not_ready(), *self._kubelet.not_ready(), *waiting]
 
     def sampled(self) -> list[tuple[str, int, int]]:
-        """Every run so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
-        return [(self._settings.node, run_id, seq) for run_id, seq in self._publisher.sampled().items() if seq]
+        """Every run so far: see :meth:`NodePublisher.sampled`."""
+        return self._publisher.sampled()
 
     @property
     def sampled_values(self) -> int:
@@ -140,7 +140,7 @@ class NodeProducer:
                 self._instruments.counter(instruments.MISSED).inc(missed)
             tick_number += 1 + missed
             await until_stopped(stop, asyncio.sleep(tick_number * interval_s - elapsed_s))
-        if any(self._publisher.sampled().values()):
+        if self._publisher.sampled():
             await asyncio.sleep(0.001)  # a tick of the same millisecond would begin another run
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_TICK_WITHIN_S + 0.5):

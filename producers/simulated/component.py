@@ -152,9 +152,8 @@ class SimulatedFleet:
         return not_sent(self._sender, what="a tick", waited_s=waited_s)
 
     def sampled(self) -> list[tuple[str, int, int]]:
-        """Every run of every node so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
-        nodes = zip(self._nodes, self._publishers, strict=True)
-        return [(node.name, run_id, seq) for node, of in nodes for run_id, seq in of.sampled().items() if seq]
+        """Every run of every node so far: see :meth:`NodePublisher.sampled`."""
+        return [run for publisher in self._publishers for run in publisher.sampled()]
 
     @property
     def sampled_values(self) -> int:

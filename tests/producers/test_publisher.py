@@ -287,7 +287,7 @@ async def test_ticks_of_several_runs_are_sent_in_the_order_of_their_runs() -> No
         (1_000, 1),
         (1_001, 1),
     ]
-    assert bench.publisher.sampled() == {1_000: 2, 1_001: 1}
+    assert bench.publisher.sampled() == [(NODE, 1_000, 2), (NODE, 1_001, 1)]
     assert bench.count(names.RUNS) == 2
 
 
