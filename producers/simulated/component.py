@@ -67,15 +67,6 @@ class FleetClock:
         return elapsed_ms
 
 
-def _is_cut(path: Path) -> bool:
-    """Whether a file ends within a line, as a process that was killed may leave it."""
-    if not (path.is_file() and path.stat().st_size and os.access(path, os.R_OK)):
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
-
-
 @contextlib.contextmanager
 def _opened(truth: Path | None) -> Iterator[BinaryIO | None]:
     """The truth, to add to it, if there is one. If it can't be written, the error names it."""
@@ -84,8 +75,11 @@ def _opened(truth: Path | None) -> Iterator[BinaryIO | None]:
         return
     try:
         with truth.open("ab") as file:
-            if _is_cut(truth):
-                file.write(b"\n")  # or the first line would be added to the one that was cut
+            if truth.is_file() and truth.stat().st_size and os.access(truth, os.R_OK):
+                with truth.open("rb") as written:
+                    written.seek(-1, os.SEEK_END)
+                    if written.read() != b"\n":  # a process that was killed has cut the last line
+                        file.write(b"\n")
             yield file
     except OSError as error:
         error.filename = error.filename or str(truth)
