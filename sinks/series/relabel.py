@@ -143,6 +143,18 @@ class Rule(NamedTuple):
     replacement: Template
     scheme: Scheme
 
+    def touches(self, name: str) -> bool:
+        """Whether it may read or change a label of this name. Labels that ``labelmap`` creates do not count."""
+        match self.action:
+            case "labelmap" | "labeldrop":
+                return self.regex.match(name) is not None
+            case "labelkeep":
+                return self.regex.match(name) is None
+            case "replace" if "$" in self.target_label:
+                return True
+            case _:
+                return name in self.source_labels or name == self.target_label
+
 
 class Rules(NamedTuple):
     """Rules in their order, the names that are valid in them, and whether one of them may use ``__meta_`` labels."""
@@ -247,19 +259,6 @@ def is_metric_name(name: str, scheme: Scheme) -> bool:
 # -- sets of series
 
 
-def _touches(rule: Rule, name: str) -> bool:
-    """Whether a rule may read or change a label of this name. Labels that ``labelmap`` creates do not count."""
-    match rule.action:
-        case "labelmap" | "labeldrop":
-            return rule.regex.match(name) is not None
-        case "labelkeep":
-            return rule.regex.match(name) is None
-        case "replace" if "$" in rule.target_label:
-            return True
-        case _:
-            return name in rule.source_labels or name == rule.target_label
-
-
 _ANY_NAME = "any_series_of_the_set"
 _NO_META: Mapping[str, str] = {}
 _NONE_WITHHELD: Mapping[Withheld, int] = {}
@@ -325,7 +324,7 @@ class Relabelling:
     def _relabel_set(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled | None:
         """Relabel all series of a set together; None if a rule may read or change a label in which they differ."""
         row_names = {name for row in series.rows for name, _ in row.labels}
-        if any(self._touches(name) for name in (METRIC_NAME, *row_names)):
+        if any(self._is_touched(name) for name in (METRIC_NAME, *row_names)):
             return None
         new = self._new_labels({METRIC_NAME: _ANY_NAME, **meta, **dict(series.labels)})
         if isinstance(new, str):
@@ -334,11 +333,10 @@ class Relabelling:
             return None
         return Relabelled(SeriesSet(tuple(new.items()), series.rows, series.subject), None, _NONE_WITHHELD)
 
-    def _touches(self, name: str) -> bool:
+    def _is_touched(self, name: str) -> bool:
         """Whether any rule may read or change a label of this name."""
         if name not in self._touched:
-            rules = [rule for group in self._rules for rule in group.rules]
-            self._touched[name] = any(_touches(rule, name) for rule in rules)
+            self._touched[name] = any(rule.touches(name) for group in self._rules for rule in group.rules)
         return self._touched[name]
 
     def group(self, group: SampleGroup) -> SampleGroup | None:

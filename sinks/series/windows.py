@@ -99,7 +99,7 @@ class NodeWindow:
         gauges = self._aggregates.get(group.series)
         if gauges is None:
             return [group]
-        columns, aggregates = _columns(group.series.rows, self._resolution.aggregates), gauges.by_name()
+        columns, aggregates = self._columns(group.series), gauges.by_name()
         values = list(group.values)
         for row, name, gauge in columns.in_place:
             values[row] = aggregates[name][gauge]
@@ -154,7 +154,7 @@ class NodeWindow:
 
     def _columns(self, series: SeriesSet) -> "_Columns":
         every_tick = series.subject == _OF_EVERY_TICK
-        return _columns(series.rows, () if every_tick else self._resolution.aggregates)
+        return _columns_of(series.rows, () if every_tick else self._resolution.aggregates)
 
     def _written_identities(self, series: SeriesSet) -> list[Hashable]:
         """The identities of what the window writes of a set: of its series, then of their aggregates."""
@@ -228,7 +228,7 @@ class _Columns(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _columns(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Columns:
+def _columns_of(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Columns:
     gauges = _gauges(rows)
     by_metric: dict[str, Aggregate] = {_aggregated(rows[row], name).name: name for row in gauges for name in _HELP}
     own = {row: by_metric[rows[row].name] for row in gauges if rows[row].name in by_metric}
@@ -253,7 +253,7 @@ def _aggregate_set(series: SeriesSet, aggregates: tuple[Aggregate, ...]) -> Seri
     """The set with the aggregates of a set's gauges: the same object for the same arguments."""
     aggregate_set: SeriesSet | None = series.cache.get((_aggregate_set, aggregates))
     if aggregate_set is None:
-        gauges, columns = _gauges(series.rows), _columns(series.rows, aggregates)
+        gauges, columns = _gauges(series.rows), _columns_of(series.rows, aggregates)
         rows = tuple([_aggregated(series.rows[gauges[gauge]], name) for name, gauge in columns.added])
         aggregate_set = series.cache[_aggregate_set, aggregates] = SeriesSet(series.labels, rows, series.subject)
     aggregate_set.set_producer(series.start_ms, series.node)
