@@ -83,7 +83,7 @@ class TraceReplay:
             )
             for node in trace.pods
         }
-        beside = (self._sender.start, self._workloads.run, *(of.run for of in self._publishers.values()))
+        beside = (self._sender.start, self._workloads.run, *(publisher.run for publisher in self._publishers.values()))
         try:
             async with running(*(part() for part in beside)):
                 await until_stopped(stop, self._send(trace))

@@ -74,7 +74,7 @@ class MetricsApiSink:
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
         self._holdings = Holdings()
-        self._mine = node_key(settings.cluster, "")
+        self._own_keys = node_key(settings.cluster, "")
         self._tail = Tail(
             settings.connection(), {TOPIC.name: _READ_BACK}, self.take, client_id=f"gpustream-sink-{self.name}"
         )
@@ -89,8 +89,8 @@ class MetricsApiSink:
         async with contextlib.AsyncExitStack() as stack:
             if cluster is not None:
                 stack.push_async_callback(cluster.close)
-                known = settings.client_ca is not None and bool(settings.client_names)
-                await cluster.start(stop, ask_front_proxy=settings.serving_cert is not None and not known)
+                is_configured = settings.client_ca is not None and bool(settings.client_names)
+                await cluster.start(stop, ask_front_proxy=settings.serving_cert is not None and not is_configured)
                 if stop.is_set():
                     return
                 refreshing = asyncio.ensure_future(cluster.refresh())
@@ -121,11 +121,11 @@ class MetricsApiSink:
         return of_cluster or (["not started"] if self.address is None else self._tail.not_ready())
 
     def take(self, _: str, records: Sequence[Record]) -> None:
-        """Know what these records say."""
+        """Take the ticks in these records for what is answered from now on."""
         counter = self._instruments.counter
         for record in records:
             counter(READ).inc()
-            if record.key is not None and not record.key.startswith(self._mine):
+            if record.key is not None and not record.key.startswith(self._own_keys):
                 counter(DROPPED, "other_cluster").inc()
                 continue
             try:
@@ -151,13 +151,13 @@ class MetricsApiSink:
             await asyncio.sleep(_FORGET_EVERY_S)
 
     def _client_ca(self) -> str | None:
-        """The CA of the clients as it is now."""
+        """The present CA of the clients."""
         if self.settings.client_ca is not None:
             return self.settings.client_ca.read_text(encoding="utf-8", errors="replace")
         return self._cluster.front_proxy.ca if self._cluster is not None and self._cluster.front_proxy else None
 
     def _names(self) -> frozenset[str]:
-        """What front proxies are called; empty: anything."""
+        """The allowed names of front proxies; empty: any name."""
         if self.settings.client_names:
             return frozenset(self.settings.client_names)
         front_proxy = self._cluster.front_proxy if self._cluster is not None else None

@@ -16,7 +16,7 @@ from delivery.kafka_errors import describe
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 
 class CertificateError(Exception):
@@ -36,36 +36,36 @@ class _Material(NamedTuple):
 class ServerTls:
     """A server's TLS. ``client_ca`` gives the PEM of the clients' CA, or None: nobody is asked for a certificate.
 
-    ``optional``: a client without a certificate may come in, and has to say in another way who it is.
+    ``optional``: a client may connect without a certificate, and has to show a token then.
     """
 
     def __init__(
         self, certificate: Path, key: Path, client_ca: Callable[[], str | None], *, optional: bool = False
     ) -> None:
         self._certificate, self._key, self._client_ca, self._optional = certificate, key, client_ca, optional
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         try:
             self._material = self._read()
-            self._context = self._made(self._material)
+            self._context = self._new_context(self._material)
         except (OSError, ValueError) as error:
             raise CertificateError(self._problem(error)) from error
 
     @property
     def context(self) -> ssl.SSLContext:
-        """What a server listens with. Each handshake goes by what the files hold then."""
-        context = self._made(self._material)
+        """The context to listen with. Each handshake uses the certificates that the files have then."""
+        context = self._new_context(self._material)
         context.sni_callback = self._choose
         return context
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Give a new connection the certificates of now."""
+        """Give a new connection the present certificates; the files are read again at most once a second."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= _LOOK_EVERY_S:
-            self._looked_s = now_s
+        if now_s - self._checked_s >= _CHECK_EVERY_S:
+            self._checked_s = now_s
             try:
                 material = self._read()
                 if material != self._material:
-                    self._context = self._made(material)
+                    self._context = self._new_context(material)
                     self._material = material
                     log.info("new certificates: clients that connect from now on get these")
             except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ class ServerTls:
     def _read(self) -> _Material:
         return _Material(self._certificate.read_bytes(), self._key.read_bytes(), self._client_ca())
 
-    def _made(self, material: _Material) -> ssl.SSLContext:
+    def _new_context(self, material: _Material) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_TICKET  # a session that is resumed would show no certificate again

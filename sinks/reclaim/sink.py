@@ -60,19 +60,19 @@ class ReclaimPartition:
         self._reclaimer, self._letters, self._outcomes, self._is_ready = reclaimer, letters, outcomes, is_ready
         self._clock_s = clock_s
         self._transitions = Transitions()
-        self._known: set[str] = set()
+        self._fingerprints: set[str] = set()  # of all alerts of the cluster
         self._watched: dict[str, Watched] = {}
         self._check_at_s: dict[str, float] = {}
         self._failures = 0
         self._resume_at_s = -math.inf  # the API server is asked nothing before
 
     def recall(self, record: Record) -> None:
-        """Know whether an alert fires."""
+        """Restore whether an alert fires."""
         with contextlib.suppress(Undecodable):  # its dead letter has been written before
             self._learn(record)
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Know which alerts fire. What is due is done when all is read."""
+        """Note which alerts fire. What is due is done when all is read."""
         for record in records:
             try:
                 self._outcomes.finish("delivered" if self._learn(record) else "duplicate")
@@ -100,7 +100,7 @@ class ReclaimPartition:
 
     def reset(self) -> None:
         self._transitions.clear()
-        self._known.clear()
+        self._fingerprints.clear()
         self._watched.clear()
         self._check_at_s.clear()
 
@@ -131,7 +131,7 @@ class ReclaimPartition:
         for action in self._reclaimer.ledger.unsettled():
             target = None if action.action == "event" else action.target
             is_known = action.action in KINDS and (target is None or is_read(target))  # a later version may have others
-            if action.fingerprint not in self._known or not is_known:
+            if action.fingerprint not in self._fingerprints or not is_known:
                 continue
             if action.state == "intended":
                 try:
@@ -158,11 +158,11 @@ class ReclaimPartition:
             self._transitions.update(record, None)
             self._watched.pop(key_of(record), None)
             self._check_at_s.pop(key_of(record), None)
-            self._known.discard(key_of(record))
+            self._fingerprints.discard(key_of(record))
             return False
         if alert.cluster != settings.cluster:
             return False
-        self._known.add(alert.fingerprint)
+        self._fingerprints.add(alert.fingerprint)
         if alert.name not in settings.alert_names:
             return False  # what was begun about it is settled all the same
         is_new = self._transitions.is_news(alert)

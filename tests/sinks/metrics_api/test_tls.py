@@ -24,7 +24,7 @@ PLAIN = "/v1/workloads/ml/Job/none"
 
 @pytest.fixture(autouse=True)
 def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.0)
 
 
 @pytest.fixture(scope="module")

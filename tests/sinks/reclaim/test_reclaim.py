@@ -960,7 +960,7 @@ async def test_nothing_is_kept_of_an_alert_of_which_a_compaction_has_left_only_t
     world.alerts.append(world.alerts[0]._replace(offset=1, value=None))
     await sink.run(later_ms=HOUR_MS)
     partition = sink.partition
-    assert not any((partition._known, partition._watched, partition._check_at_s, partition._transitions._last))
+    assert not any((partition._fingerprints, partition._watched, partition._check_at_s, partition._transitions._last))
 
 
 def test_what_the_topic_has_not_any_more_is_forgotten_as_by_a_restart() -> None:
