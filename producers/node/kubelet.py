@@ -138,7 +138,8 @@ def call_failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, st
 
 @dataclass(slots=True)
 class _Answer:
-    """Containers that were in force from ``first_ms`` to ``last_ms``, in milliseconds since the epoch."""
+    """Containers that were in force from ``first_ms`` to ``last_ms``, in milliseconds since the epoch. Those of the
+    last answer are in force."""
 
     containers: list[Json]
     first_ms: int
@@ -176,7 +177,6 @@ class Kubelet:
         self._socket_identity: tuple[int, ...] | None = None
         self._last_answer: bytes | None = None
         self._listed_containers: list[Json] | None = None
-        self._containers: list[Json] | None = None
         self._pod_changed, self._events_at_call = asyncio.Event(), 0
         self._pod_watch = (
             None
@@ -213,7 +213,7 @@ class Kubelet:
                     await self._wait_for_call()
             age_s = 0.0 if self._answered_s is None else self._clock() - self._answered_s
             self._instruments.gauge(names.KUBELET_AGE).set(age_s)
-        return self._containers
+        return self._answers[-1].containers if self._answers else None
 
     def in_force(self, ts_ms: int) -> list[Json] | None:
         """The containers at an earlier time, in milliseconds since the epoch: those of an answer that came at most half
@@ -228,7 +228,7 @@ class Kubelet:
             return before.containers
         if after is not None and (before is None or after.first_ms - ts_ms <= EVENT_READ_WITHIN_MS):
             return after.containers
-        return self._containers if before is None else before.containers
+        return None if before is None else before.containers
 
     def not_ready(self) -> list[str]:
         """Why this is not ready: the kubelet has never answered, or not for 30 s and three intervals."""
@@ -331,12 +331,9 @@ class Kubelet:
         merged, now_ms = listed, self._now_ms()
         if self._pod_watch is not None and self._pod_watch.pods:
             merged = merge_pods(listed, self._events_at_call, self._pod_watch.pods)
-        if merged == self._containers:
-            merged = self._containers
-        self._containers = merged
         if self._answers and self._answers[-1].last_ms > now_ms:  # the clock was set back
             self._answers.clear()
-        if self._answers and self._answers[-1].containers is merged:
+        if self._answers and self._answers[-1].containers == merged:
             self._answers[-1].last_ms = now_ms
         else:
             self._answers.append(_Answer(merged, now_ms, now_ms))
