@@ -315,22 +315,21 @@ class Kubelet:
         self._events_at_call, self._answered_s = events_at_call, self._clock()
         if self._pod_watch is not None:
             self._pod_watch.forget({(row["namespace"], row["pod"]) for row in self._listed_containers}, events_at_call)
-        self._put_in_force(self._listed_containers)
+        self._put_in_force()
 
     def _on_pod_change(self) -> None:
         """A pod began, changed or ended: put what is known of it into force at once, and have the kubelet called.
         Until now nothing has changed, so the last answer was in force until now."""
         self._pod_changed.set()
-        if self._listed_containers is not None:
-            if self._answers:
-                self._answers[-1].last_ms = max(self._answers[-1].last_ms, self._now_ms())
-            self._put_in_force(self._listed_containers)
+        if self._answers:
+            self._answers[-1].last_ms = max(self._answers[-1].last_ms, self._now_ms())
+            self._put_in_force()
 
-    def _put_in_force(self, listed: list[Json]) -> None:
+    def _put_in_force(self) -> None:
         """Put into force the listed containers, corrected by what the Pods API reports, and note the time."""
-        merged, now_ms = listed, self._now_ms()
+        merged, now_ms = self._listed_containers or [], self._now_ms()
         if self._pod_watch is not None and self._pod_watch.pods:
-            merged = merge_pods(listed, self._events_at_call, self._pod_watch.pods)
+            merged = merge_pods(merged, self._events_at_call, self._pod_watch.pods)
         if self._answers and self._answers[-1].last_ms > now_ms:  # the clock was set back
             self._answers.clear()
         if self._answers and self._answers[-1].containers == merged:
