@@ -63,16 +63,13 @@ _decode_head = decoder(_Head)
 
 def group_of(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) -> SampleGroup | None:
     """The samples of an hour: seconds of the device, and joules. None if the hour is neither held nor free."""
-    if not usage.device_ms:
+    if not usage.device_ms or usage.category not in ("held", "free"):
         return None
-    joules, gpu_seconds = usage.energy_mj / 1000, usage.slice_ms / usage.of / 1000
-    if usage.category == "held":
-        values = (usage.device_ms / 1000, usage.used_us / 1_000_000, usage.idle_ms / 1000, joules, gpu_seconds)
-        return SampleGroup(SeriesSet(usage_labels(usage, names, max_labels), _HELD, "usage"), usage.end_ms, values)
-    if usage.category == "free":
-        series = SeriesSet(usage_labels(usage, names, max_labels), _FREE, "usage")
-        return SampleGroup(series, usage.end_ms, (usage.device_ms / 1000, joules, gpu_seconds))
-    return None
+    is_held = usage.category == "held"
+    only_held = (usage.used_us / 1_000_000, usage.idle_ms / 1000) if is_held else ()
+    values = (usage.device_ms / 1000, *only_held, usage.energy_mj / 1000, usage.slice_ms / usage.of / 1000)
+    series = SeriesSet(usage_labels(usage, names, max_labels), _HELD if is_held else _FREE, "usage")
+    return SampleGroup(series, usage.end_ms, values)
 
 
 def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) -> Labels:
