@@ -320,7 +320,7 @@ class Assignment:
                 position = await self._skip(position, resume)
                 continue
             if records[0].offset != position:
-                resume = await self._jump(max(position, resume), position, records[0].offset)
+                resume = await self._jump(position, resume, records[0].offset)
             history = [record for record in records if record.offset < resume]
             for record in history:
                 await self._turns.next()
@@ -347,7 +347,7 @@ class Assignment:
         reached = (await self._group.positions([self.tp])).get(self.tp, position)
         if reached <= position or self.abandon.is_set():
             return position
-        await self._jump(max(position, resume), position, reached)
+        await self._jump(position, resume, reached)
         return reached
 
     async def _finished(self, position: int, resume: int) -> None:
@@ -357,18 +357,19 @@ class Assignment:
             await self._commit(position)
         self.next = position
 
-    async def _jump(self, resume: int, expected: int, got: int) -> int:
-        """Handle a gap in the offsets, or a recreated topic. Returns where to resume."""
-        if got < expected:
-            log.warning("%s: offset %d %s; reading on from %d", self.name, expected, _NOT_IN_LOG, got)
+    async def _jump(self, position: int, resume: int, got: int) -> int:
+        """Handle a gap in the offsets from a position on, or a recreated topic. Returns where to resume."""
+        if got < position:
+            log.warning("%s: offset %d %s; reading on from %d", self.name, position, _NOT_IN_LOG, got)
             self._handler.reset()
             self._give_back()
             return got
+        resume = max(position, resume)
         try:
             begin = min(got, (await self._group.offsets.beginnings([self.tp]))[self.tp])
         except KafkaError as error:
             last = got - 1
-            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", self.name, expected, last, error)
+            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", self.name, position, last, error)
             return resume
         if begin > resume:
             log.warning("%s: offsets %d to %d were gone before they were read", self.name, resume, begin - 1)
