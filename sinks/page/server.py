@@ -17,15 +17,19 @@ from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
-from prometheus_client import Counter, Gauge
 
 from delivery.clock import now_ms
+from delivery.instruments import Instruments
 from delivery.listening import gzip_accepted
 from sinks.page import frames
 from sinks.page.config import host_name
 from sinks.page.fleet import Fleet
 from sinks.page.frames import Versions
 from topics.catalogue import CATALOGUE
+
+OPENED = "gpustream_page_open"
+REQUESTS = "gpustream_page_requests_total"
+CAUGHT_UP = "gpustream_page_caught_up_total"
 
 FRAME_EVERY_S = 1.0
 MAX_PAGES = 64
@@ -52,14 +56,6 @@ HEADERS = {
 """The headers of every response: a browser runs and shows only the page's own files, and never in another page."""
 
 
-class PageMetrics(NamedTuple):
-    """Requests, open pages, and how often a slow page got the whole fleet."""
-
-    requests: Callable[[str], Counter]
-    opened: Gauge
-    caught_up: Counter
-
-
 class _EncodedFrame(NamedTuple):
     """A frame as an event: plain, and compressed."""
 
@@ -73,8 +69,8 @@ class PageServer:
     ``hosts``: the names that a Host header may have, beside addresses and localhost; None: any name.
     """
 
-    def __init__(self, fleet: Fleet, metrics: PageMetrics, prefix: str, hosts: Collection[str] | None) -> None:
-        self._fleet, self._metrics, self._prefix, self._hosts = fleet, metrics, prefix, hosts
+    def __init__(self, fleet: Fleet, instruments: Instruments, prefix: str, hosts: Collection[str] | None) -> None:
+        self._fleet, self._instruments, self._prefix, self._hosts = fleet, instruments, prefix, hosts
         files = {file.name: file.read_bytes() for file in _STATIC.iterdir()}
         self._files = {"": (files.pop(_INDEX), _TYPES[".html"])}
         self._files |= {name: (body, _TYPES[Path(name).suffix]) for name, body in files.items()}
@@ -108,10 +104,10 @@ class PageServer:
                 raise web.HTTPForbidden(text="the page is not asked for by this name: --page-host NAME allows it\n")
             response = await handler(request)
         except web.HTTPException as error:
-            self._metrics.requests(str(error.status)).inc()
+            self._instruments.counter(REQUESTS, str(error.status)).inc()
             error.headers.update(HEADERS)
             raise
-        self._metrics.requests(str(response.status)).inc()
+        self._instruments.counter(REQUESTS, str(response.status)).inc()
         return response
 
     async def run(self) -> None:
@@ -196,11 +192,11 @@ class PageServer:
     def _watching(self, metric: str) -> Iterator[None]:
         """Count a page that shows this metric while the context lasts."""
         self._watched[metric] += 1
-        self._metrics.opened.inc()
+        self._instruments.gauge(OPENED).inc()
         try:
             yield
         finally:
-            self._metrics.opened.dec()
+            self._instruments.gauge(OPENED).dec()
             self._watched[metric] -= 1
             if not self._watched[metric]:
                 del self._watched[metric]
@@ -216,7 +212,7 @@ class PageServer:
             if self._number == number + 1 and metric in self._changes:
                 number, frame = self._number, self._changes[metric]
             elif not self._ended:
-                self._metrics.caught_up.inc()
+                self._instruments.counter(CAUGHT_UP).inc()
                 number, frame = await self._whole_frame(metric)
 
     async def _whole_frame(self, metric: str) -> tuple[int, _EncodedFrame]:

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from delivery import clock
 from delivery.dead_letters import Record
@@ -26,7 +25,7 @@ from sinks import alerts, http_server, outcomes
 from sinks.outcomes import Undecodable, decoded
 from sinks.page.config import PAGE_ADDRESS, PageSettings
 from sinks.page.fleet import SILENT_S, USAGE_HOURS, Fleet
-from sinks.page.server import PageMetrics, PageServer
+from sinks.page.server import CAUGHT_UP, OPENED, REQUESTS, PageServer
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
@@ -43,9 +42,6 @@ DROPPED = "gpustream_page_records_dropped_total"
 DELAY = "gpustream_page_delay_seconds"
 NODES = "gpustream_page_nodes"
 DEVICES = "gpustream_page_devices"
-OPENED = "gpustream_page_open"
-REQUESTS = "gpustream_page_requests_total"
-CAUGHT_UP = "gpustream_page_caught_up_total"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(READ, "counter", "Records read."),
@@ -88,12 +84,9 @@ class PageSink:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError and MustRestart."""
-        instruments, settings = self._instruments, self.settings
-        metrics = PageMetrics(
-            partial(instruments.counter, REQUESTS), instruments.gauge(OPENED), instruments.counter(CAUGHT_UP)
-        )
+        settings = self.settings
         hosts = None if settings.is_public and not settings.page_host else settings.page_host
-        server = PageServer(self.fleet, metrics, settings.page_prefix, hosts)
+        server = PageServer(self.fleet, self._instruments, settings.page_prefix, hosts)
         address = settings.page_listen or PAGE_ADDRESS
         async with contextlib.AsyncExitStack() as stack:
             listening = http_server.listening(

@@ -4,11 +4,12 @@ import contextlib
 from collections.abc import AsyncIterator, Collection
 
 import aiohttp
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from delivery.instruments import Instruments
 from sinks import http_server
 from sinks.page.fleet import Fleet
-from sinks.page.server import PageMetrics, PageServer
+from sinks.page.server import CAUGHT_UP, OPENED, PageServer
+from sinks.page.sink import INSTRUMENTS
 from tests.sinks.page.ticks import START_MS, device, holder, tick
 
 
@@ -16,12 +17,10 @@ class Bench:
     """A page server with a fleet of one node, whose frames are made by hand."""
 
     def __init__(self, prefix: str = "/", hosts: Collection[str] | None = ()) -> None:
-        registry = CollectorRegistry()
-        requests = Counter("requests_total", "", ["code"], registry=registry)
-        self.opened = Gauge("opened", "", registry=registry)
-        self.caught_up = Counter("caught_up_total", "", registry=registry)
+        instruments = Instruments(INSTRUMENTS)
+        self.opened, self.caught_up = instruments.gauge(OPENED), instruments.counter(CAUGHT_UP)
         self.fleet = Fleet(START_MS)
-        self.pages = PageServer(self.fleet, PageMetrics(requests.labels, self.opened, self.caught_up), prefix, hosts)
+        self.pages = PageServer(self.fleet, instruments, prefix, hosts)
         self.url = ""
 
     @contextlib.asynccontextmanager
