@@ -48,7 +48,7 @@ _QUIET_EVERY_S = 1.0
 
 
 class Handler(Protocol):
-    """Delivers the records of one partition, in their order. All but :meth:`deliver` do nothing by themselves."""
+    """Delivers the records of one partition, in their order. One that keeps nothing has only :meth:`deliver`."""
 
     def recall(self, record: Record) -> None:
         """Restore the handler's state from a record that was finished before. Delivers nothing."""
