@@ -50,8 +50,8 @@ class Ledger:
         self._windows: dict[Partition, deque[Slot]] = {}
         self._prefix: dict[Partition, int] = {}
 
-    def forget(self) -> int:
-        """End the epoch: what was read in it no longer counts. Returns the number of the new epoch."""
+    def forget(self) -> None:
+        """End the epoch: what was read in it no longer counts."""
         self.epoch += 1
         self.ready = False
         self.open_bytes = 0
@@ -59,7 +59,6 @@ class Ledger:
             self.counts[topic, "released"] += records
             self.held[topic] = 0
         self._expected, self._windows, self._prefix = {}, {}, {}
-        return self.epoch
 
     def begin(self, positions: Mapping[Partition, int]) -> None:
         """Begin an epoch with these partitions and the next offset of each."""
