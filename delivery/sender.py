@@ -171,7 +171,7 @@ class Sender:
         self._unacknowledged[record] = None
         self._sends_in_progress += 1
         try:
-            record.sent = await self._started_producer().send(**record.arguments)
+            record.sent = await self._producer.send(**record.arguments)
             record.sent.add_done_callback(lambda sent: self._on_sent(record, sent))
         except asyncio.CancelledError:
             self._unacknowledged.pop(record, None)
@@ -205,11 +205,6 @@ class Sender:
         if self._producer is not None:
             await close(self._producer)
             self._producer = None
-
-    def _started_producer(self) -> Any:
-        if self._producer is None:
-            raise RuntimeError("the sender is not started, or was stopped")
-        return self._producer
 
     def _on_sent(self, record: _PendingRecord, sent: "asyncio.Future[Any]") -> None:
         """Handle the client's answer; it no longer matters if the record was resolved before."""
@@ -260,7 +255,7 @@ class Sender:
         unexpected_errors = 0
         for delay_s in backoff(_BACKOFF_S):
             try:
-                metadata = await self._started_producer().send_and_wait(**record.arguments)
+                metadata = await self._producer.send_and_wait(**record.arguments)
             except _INVALID_RECORD as error:
                 self._resolve(record, Unsendable(describe(error)))
                 return
