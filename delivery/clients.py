@@ -137,8 +137,31 @@ async def close(client: Any) -> None:
             opening.close(client.client if isinstance(client, AIOKafkaProducer) else client._client)  # noqa: SLF001
 
 
-class OffsetClient:
-    """Looks up the first, the last and other offsets of logs. Raises KafkaError if the broker does not answer.
+class Offsets:
+    """The offsets of logs, by a consumer that is connected. Raises KafkaError if the broker does not answer."""
+
+    def __init__(self, connection: Connection, consumer: Any) -> None:
+        self._connection, self._consumer = connection, consumer
+
+    async def beginnings(self, tps: list[Partition]) -> dict[Partition, int]:
+        """The first offset of each partition."""
+        offsets = await self._consumer.beginning_offsets([to_kafka(self._connection, tp) for tp in tps]) if tps else {}
+        return {from_kafka(self._connection, tp): offset for tp, offset in offsets.items()}
+
+    async def ends(self, tps: list[Partition]) -> dict[Partition, int]:
+        """The offset after the last readable record of each partition."""
+        offsets = await self._consumer.end_offsets([to_kafka(self._connection, tp) for tp in tps]) if tps else {}
+        return {from_kafka(self._connection, tp): offset for tp, offset in offsets.items()}
+
+    async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        """The first offset at or after a time in ms; None: there is none, or the broker can't tell."""
+        times_by_tp = {to_kafka(self._connection, tp): time_ms for tp, time_ms in times_ms.items()}
+        found = (await self._consumer.offsets_for_times(times_by_tp)).items()
+        return {from_kafka(self._connection, tp): None if at is None else at.offset for tp, at in found}
+
+
+class OffsetClient(Offsets):
+    """Looks up offsets and log times.
 
     It has a connection of its own: a broker answers the requests of a connection one after the other, so each of these
     would wait behind a fetch that waits for records. The end of a log is its last stable offset: later records are of
@@ -146,9 +169,9 @@ class OffsetClient:
     """
 
     def __init__(self, connection: Connection, *, client_id: str, isolation_level: str = "read_committed") -> None:
-        self._connection, self._client_id = connection, client_id
+        super().__init__(connection, consumer=None)
+        self._client_id = client_id
         self._options = {**_NO_GROUP, "isolation_level": isolation_level}
-        self._consumer: Any = None
 
     async def connect(self) -> None:
         """Connect, for as long as that takes; cancel to give up."""
@@ -161,26 +184,14 @@ class OffsetClient:
         if self._consumer is not None:
             await close(self._consumer)
 
-    async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        """The first offset of each partition."""
-        return await beginnings(self._connection, self._consumer, tps)
-
-    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        """The offset after the last readable record of each partition."""
-        return await ends(self._connection, self._consumer, tps)
-
     async def log_ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
         """The offset after the last record of each partition, even if an open transaction hides it."""
         options = {**self._options, "isolation_level": "read_uncommitted"}
         consumer = await connect_consumer(self._connection, client_id=f"{self._client_id}-peek", **options)
         try:
-            return await ends(self._connection, consumer, tps)
+            return await Offsets(self._connection, consumer).ends(tps)
         finally:
             await close(consumer)
-
-    async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
-        """The first offset at or after a time in ms; None: there is none, or the broker can't tell."""
-        return await offsets_at(self._connection, self._consumer, times_ms)
 
     async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The log time in ms of the last record up to each offset, else of the next one; None: none could be read.
@@ -211,26 +222,6 @@ class OffsetClient:
         finally:
             await close(consumer)
         return times
-
-
-async def beginnings(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
-    """The first offset of each partition, by a consumer that is connected."""
-    offsets = await consumer.beginning_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
-    return {from_kafka(connection, tp): offset for tp, offset in offsets.items()}
-
-
-async def ends(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
-    """The offset after the last readable record of each partition, by a consumer that is connected."""
-    offsets = await consumer.end_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
-    return {from_kafka(connection, tp): offset for tp, offset in offsets.items()}
-
-
-async def offsets_at(
-    connection: Connection, consumer: Any, times_ms: Mapping[Partition, int]
-) -> Mapping[Partition, int | None]:
-    """The first offset at or after a time in ms; None: there is none, or the broker can't tell."""
-    offsets = await consumer.offsets_for_times({to_kafka(connection, tp): time_ms for tp, time_ms in times_ms.items()})
-    return {from_kafka(connection, tp): None if offset is None else offset.offset for tp, offset in offsets.items()}
 
 
 def to_kafka(connection: Connection, tp: Partition) -> TopicPartition:

@@ -20,8 +20,8 @@ from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.progress import Progress
 
-from delivery import clients, topic_admin
-from delivery.clients import close, connect_consumer, offsets_at, to_kafka
+from delivery import topic_admin
+from delivery.clients import Offsets, close, connect_consumer, to_kafka
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
@@ -65,11 +65,11 @@ class History:
         without: Collection[Partition] = (),
     ) -> None:
         self.connection, self.partitions, self.kept_ms = connection, partitions, kept_ms
-        self._consumer, self._without = consumer, without
+        self._consumer, self._offsets, self._without = consumer, Offsets(connection, consumer), without
 
     async def ends(self, topic: str) -> dict[Partition, int]:
         """The current end of each partition of a topic, as far as it can be read."""
-        return await clients.ends(self.connection, self._consumer, self.partitions_of(topic))
+        return await self._offsets.ends(self.partitions_of(topic))
 
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
         """The offsets of what was logged at or after a time, up to the current end.
@@ -78,12 +78,12 @@ class History:
         """
         tps = self.partitions_of(topic)
         ends = await self.ends(topic)
-        starts = await clients.beginnings(self.connection, self._consumer, tps)
+        starts = await self._offsets.beginnings(tps)
         if since_ms > _ANY_TIME_MS:
-            offsets = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
+            offsets = await self._offsets.offsets_at(dict.fromkeys(tps, since_ms))
             without_offset = [tp for tp, offset in offsets.items() if offset is None]
             any_time = dict.fromkeys(without_offset, _ANY_TIME_MS)
-            any_offsets = await offsets_at(self.connection, self._consumer, any_time) if without_offset else {}
+            any_offsets = await self._offsets.offsets_at(any_time) if without_offset else {}
             starts |= {tp: offset for tp, offset in offsets.items() if offset is not None}
             starts |= {tp: ends[tp] for tp, offset in any_offsets.items() if offset is not None}  # all is older
         return {tp: Span(min(starts[tp], ends[tp]), ends[tp]) for tp in tps}

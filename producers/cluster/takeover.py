@@ -8,14 +8,13 @@ that ended before this process began to watch are then not published again, and 
 
 import asyncio
 import logging
-from functools import partial
 
 import msgspec
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
-from delivery.clients import from_kafka, offsets_at
+from delivery.clients import Offsets, from_kafka
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
@@ -78,7 +77,7 @@ async def read_back(connection: Connection, since_ms: int, published: PublishedN
                 return
             partitions = [TopicPartition(topic, number) for number in range(descriptions[topic].partitions)]
             begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-            offset_lookup, starts = partial(offsets_at, connection, consumer), {}
+            offset_lookup, starts = Offsets(connection, consumer).offsets_at, {}
             for tp in partitions:  # before any is assigned: behind a fetch that waits, each answer takes half a second
                 partition = from_kafka(connection, tp)
                 starts[tp] = await positions.offset_since(offset_lookup, partition, since_ms, begins[tp], ends[tp])

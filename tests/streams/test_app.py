@@ -253,7 +253,7 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
     """Ask a broker that answers so once; returns what it was asked for."""
     asked_for: list[list[Partition]] = []
 
-    async def ends(tps: list[Partition]) -> Mapping[Partition, int]:
+    async def ends(tps: list[Partition]) -> dict[Partition, int]:
         asked_for.append(tps)
         meanwhile()
         if isinstance(answer, BaseException):
