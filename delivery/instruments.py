@@ -19,8 +19,8 @@ class Instrument(NamedTuple):
 class Instruments:
     """The instruments of one component, made from its table in a registry of its own."""
 
-    def __init__(self, table: Iterable[Instrument], registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, table: Iterable[Instrument]) -> None:
+        self.registry = CollectorRegistry()
         self._counters: dict[str, Counter] = {}
         self._labelled: dict[tuple[str, tuple[str, ...]], Counter] = {}  # labels() takes a microsecond
         self._gauges: dict[str, Gauge] = {}

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from delivery.sender import Headers, Sender, Unsendable
@@ -109,7 +108,7 @@ class FakeSender(Sender):
 
 
 def instruments() -> Instruments:
-    return Instruments(INSTRUMENTS, CollectorRegistry())
+    return Instruments(INSTRUMENTS)
 
 
 def value(instruments: Instruments, name: str, **labels: str) -> float:

@@ -20,7 +20,6 @@ from typing import Any
 import cramjam
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
 from delivery.connection import Connection
@@ -134,7 +133,7 @@ def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
 async def _slurm(kafka: str) -> None:
     """A node without Kubernetes, one of whose two GPUs runs a job."""
     async with sender_to(Connection(kafka)) as sender:
-        instruments = Instruments(INSTRUMENTS, CollectorRegistry())
+        instruments = Instruments(INSTRUMENTS)
         now_ms = time.time_ns() // 1_000_000
         publisher = NodePublisher(sender, instruments, cluster=OUR_CLUSTER, node="slurm-1", run_id=now_ms)
         running = asyncio.create_task(publisher.run())

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
@@ -28,7 +27,7 @@ class Bench:
     """All listeners of a cluster; ``woken`` is how often one of them reported a change."""
 
     def __init__(self) -> None:
-        self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
+        self.instruments = Instruments(names.INSTRUMENTS)
         self.state, self.woken = state(), 0
         self.now_ms = START_MS
         by_resource = listeners(self.state, self.instruments, self._wake, lambda: self.now_ms)

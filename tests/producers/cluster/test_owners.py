@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, Client, Unreachable
@@ -95,7 +94,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.api, self.clock = FakeApi(), FakeClock()
-        self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
+        self.instruments = Instruments(names.INSTRUMENTS)
         self.learned: list[tuple[str, list[str]]] = []
         self.complete: dict[str, bool] = {}
         self.owners = Owners(self.api, self.instruments, self._learn, clock=self.clock)

@@ -8,7 +8,6 @@ import msgspec
 import orjson
 import pytest
 from hypothesis import given
-from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from producers import records
@@ -618,7 +617,7 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
     cluster = state()
     objects = list(_apply(cluster, events).values())
     before = _current_contents(cluster)
-    by_resource = listeners(cluster, Instruments(INSTRUMENTS, CollectorRegistry()), lambda: None, lambda: NOW_MS)
+    by_resource = listeners(cluster, Instruments(INSTRUMENTS), lambda: None, lambda: NOW_MS)
     for listener in by_resource.values():
         listener.begin()
     for kind, argument in objects:
