@@ -37,12 +37,12 @@ _replace = msgspec.structs.replace
 class Measure(NamedTuple):
     """A measure to compare GPUs by.
 
-    ``figure`` is its index in the figures. ``side`` is the side that lags: -1 low, 1 high, 0 both. ``least`` is the
-    least difference from the median that matters, and ``share`` the same as a share of the median. ``text`` is its
-    format in the evidence, of the value times ``scale``.
+    ``figure`` is one of :data:`FIGURES`. ``side`` is the side that lags: -1 low, 1 high, 0 both. ``least`` is the least
+    difference from the median that matters, and ``share`` the same as a share of the median. ``text`` is its format in
+    the evidence, of the value times ``scale``.
     """
 
-    figure: int
+    figure: str
     side: int
     least: float
     share: float
@@ -50,22 +50,18 @@ class Measure(NamedTuple):
     scale: float = 1.0
 
 
-def _measure(name: str, side: int, least: float, share: float, text: str, scale: float = 1.0) -> Measure:
-    return Measure(FIGURES.index(name), side, least, share, text, scale)
-
-
 OWN_MEASURES = (
-    _measure("sm_clock_hz", -1, 0.0, 0.1, "SM clock {:.0f} MHz", 1e-6),
-    _measure("throttled", 1, 0.1, 0.0, "slowed down for {:.0%} of the time"),
-    _measure("violation", 1, 0.2, 0.0, "power or temperature violated for {:.0%} of the time"),
+    Measure("sm_clock_hz", -1, 0.0, 0.1, "SM clock {:.0f} MHz", 1e-6),
+    Measure("throttled", 1, 0.1, 0.0, "slowed down for {:.0%} of the time"),
+    Measure("violation", 1, 0.2, 0.0, "power or temperature violated for {:.0%} of the time"),
 )
 """The measures that show that a busy GPU is slow itself."""
 
 ACTIVITY_MEASURES = (
-    _measure("utilization", 0, 0.2, 0.0, "utilization {:.0%}"),
-    _measure("sm_active", 0, 0.15, 0.0, "SMs active {:.0%}"),
-    _measure("tensor_active", 0, 0.1, 0.25, "tensor cores {:.0%}"),
-    _measure("power_watts", 0, 0.0, 0.25, "{:.0f} W"),
+    Measure("utilization", 0, 0.2, 0.0, "utilization {:.0%}"),
+    Measure("sm_active", 0, 0.15, 0.0, "SMs active {:.0%}"),
+    Measure("tensor_active", 0, 0.1, 0.25, "tensor cores {:.0%}"),
+    Measure("power_watts", 0, 0.0, 0.25, "{:.0f} W"),
 )
 """The measures that show that other GPUs wait for it, if they work together."""
 
@@ -156,7 +152,8 @@ def outliers(ranks: Sequence[Rank], limits: Limits, kind: str) -> dict[str, str]
     works_in_sync = kind not in _SERVING and (not utilizations or median(utilizations) >= _BUSY_UTILIZATION)
     for measure in (*OWN_MEASURES, *(ACTIVITY_MEASURES if works_in_sync else ())):
         compared = busy_ranks if measure in OWN_MEASURES else ranks
-        values = [(rank.uuid, value) for rank in compared if (value := rank.figures[measure.figure]) is not None]
+        index = FIGURES.index(measure.figure)
+        values = [(rank.uuid, value) for rank in compared if (value := rank.figures[index]) is not None]
         if len(values) <= limits.peers:
             continue
         center = median([value for _, value in values])
