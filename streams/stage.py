@@ -23,7 +23,7 @@ from delivery.tasks import Turns
 from delivery.watchdog import LATENESS
 from streams.app import ReaderApp
 from streams.caught_up import Ends, PartitionState
-from streams.reader import Batch, Reader
+from streams.reader import Batch
 from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
@@ -110,59 +110,6 @@ def instruments(*names: str) -> tuple[Instrument, ...]:
     return tuple(instrument._replace(name=name) for instrument, name in zip(COMMON, names, strict=True))
 
 
-class Housekeeping:
-    """Dead letters, the check for misplaced nodes, and the common metrics of one stream.
-
-    ``stage`` is the stream's name; ``partitions`` is how many partitions its topics have.
-    """
-
-    def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
-        self._instruments, self._stage, self._partitions = instruments, stage, partitions
-        self._counted: Counter[tuple[str, ...]] = Counter()
-
-    def check_place(self, partition: int, key: bytes) -> None:
-        """Count and log a new node whose key does not belong in its partition: another partitioner put it there."""
-        if (murmur2(key) & 0x7FFFFFFF) % self._partitions != partition:
-            self._instruments.counter(f"gpustream_{self._stage}_misplaced_nodes_total").inc()
-            node = key.decode("utf-8", "replace")
-            log.warning("%s: it is in partition %s, where murmur2 would not put it", node, partition)
-
-    async def dead_letter(self, app: ReaderApp, slot: Slot, record: Any, reason: Reason, error: str) -> None:
-        """Send a record to the dead letters; its slot is finished when the letter is acknowledged.
-        State is read again at each start: a record of it that has a dead letter gets no second one."""
-        if app.reader.is_settled(slot):
-            slot.outcome = ("duplicate",)
-            app.finish(slot)
-            return
-        slot.outcome = ("dead_lettered", reason)
-        partition = f"{record.topic} partition {record.partition}"
-        log.warning("%s: dead-lettered at offset %s: %s: %.300s", partition, slot.offset, reason, error)
-        origin = Origin(record.topic, record.partition, slot.offset)
-        sent = await send_letter(app.sender, record, origin, stage=self._stage, error=f"{reason}: {error}")
-
-        def on_done(sent: "asyncio.Future[int]") -> None:
-            if not sent.cancelled() and isinstance(sent.exception(), Unsendable):  # it would be at each restart
-                log.error("%s: not even its dead letter could be sent: %s", origin, sent.exception())
-                app.finish(slot)
-            else:
-                app.finish_when(slot, sent)
-
-        sent.add_done_callback(on_done)
-
-    def observe(self, reader: Reader) -> None:
-        """Set the metrics from what the reader and its ledger have counted, all as of one moment."""
-        ledger, instruments, prefix = reader.ledger, self._instruments, f"gpustream_{self._stage}"
-        instruments.gauge(f"{prefix}_open_bytes").set(ledger.open_bytes)
-        instruments.gauge(f"{prefix}_loop_late_seconds").set(reader.loop_late_s)
-        for topic, held in ledger.held.items():
-            instruments.gauge(f"{prefix}_records_held", topic).set(held)
-        counts = {(f"records_{end}", topic, *reason): count for (topic, end, *reason), count in ledger.counts.items()}
-        counts |= {("rebalances",): reader.rebalances, ("holes",): reader.holes, ("lost_offsets",): reader.lost}
-        for (name, *labels), count in counts.items():
-            instruments.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
-            self._counted[name, *labels] = count
-
-
 class WriteTasks:
     """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`.
 
@@ -198,6 +145,79 @@ class WriteTasks:
         self.leftover |= self.running
 
 
+class Worker(ABC):
+    """What all workers have in common: they process batches, dead-letter malformed records, look for misplaced nodes,
+    and count. ``stage`` is the stream's name; ``partitions`` is how many partitions its topics have.
+
+    A worker defines ``batch_failure``, what is logged if a batch fails and the process ends.
+    """
+
+    app: ReaderApp
+    batch_failure: str
+
+    def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
+        self._instruments, self._stage, self._partition_count = instruments, stage, partitions
+        self._counted: Counter[tuple[str, ...]] = Counter()
+        self._write_tasks, self._turns = WriteTasks(), Turns()
+
+    async def handle(self, batch: Batch) -> None:
+        """Process a batch of one partition. Raises nothing: a failure here ends the process."""
+        if not batch:
+            return
+        try:
+            await self.process(batch)
+        except Exception as error:
+            log.exception("%s", self.batch_failure)
+            self.app.fail(f"{self.batch_failure}: {error!r}")
+
+    @abstractmethod
+    async def process(self, batch: Batch) -> None:
+        """Process the records of a batch of one partition."""
+
+    def check_place(self, partition: int, key: bytes) -> None:
+        """Count and log a new node whose key does not belong in its partition: another partitioner put it there."""
+        if (murmur2(key) & 0x7FFFFFFF) % self._partition_count != partition:
+            self._instruments.counter(f"gpustream_{self._stage}_misplaced_nodes_total").inc()
+            node = key.decode("utf-8", "replace")
+            log.warning("%s: it is in partition %s, where murmur2 would not put it", node, partition)
+
+    async def dead_letter(self, slot: Slot, record: Any, reason: Reason, error: str) -> None:
+        """Send a record to the dead letters; its slot is finished when the letter is acknowledged.
+        State is read again at each start: a record of it that has a dead letter gets no second one."""
+        if self.app.reader.is_settled(slot):
+            slot.outcome = ("duplicate",)
+            self.app.finish(slot)
+            return
+        slot.outcome = ("dead_lettered", reason)
+        partition = f"{record.topic} partition {record.partition}"
+        log.warning("%s: dead-lettered at offset %s: %s: %.300s", partition, slot.offset, reason, error)
+        origin = Origin(record.topic, record.partition, slot.offset)
+        sent = await send_letter(self.app.sender, record, origin, stage=self._stage, error=f"{reason}: {error}")
+
+        def on_done(sent: "asyncio.Future[int]") -> None:
+            if not sent.cancelled() and isinstance(sent.exception(), Unsendable):  # it would be at each restart
+                log.error("%s: not even its dead letter could be sent: %s", origin, sent.exception())
+                self.app.finish(slot)
+            else:
+                self.app.finish_when(slot, sent)
+
+        sent.add_done_callback(on_done)
+
+    def observe(self) -> None:
+        """Set the metrics from what the reader and its ledger have counted, all as of one moment."""
+        reader, instruments, prefix = self.app.reader, self._instruments, f"gpustream_{self._stage}"
+        instruments.gauge(f"{prefix}_open_bytes").set(reader.ledger.open_bytes)
+        instruments.gauge(f"{prefix}_loop_late_seconds").set(reader.loop_late_s)
+        for topic, held in reader.ledger.held.items():
+            instruments.gauge(f"{prefix}_records_held", topic).set(held)
+        ended = reader.ledger.counts.items()
+        counts = {(f"records_{end}", topic, *reason): count for (topic, end, *reason), count in ended}
+        counts |= {("rebalances",): reader.rebalances, ("holes",): reader.holes, ("lost_offsets",): reader.lost}
+        for (name, *labels), count in counts.items():
+            instruments.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
+            self._counted[name, *labels] = count
+
+
 class Clocks:
     """The worker's own clocks; tests replace them."""
 
@@ -213,25 +233,21 @@ class Clocks:
 P = TypeVar("P", bound=PartitionState)
 
 
-class NodeWorker(ABC, Generic[P]):
-    """What all workers that read gpu.attributed have in common: they process records in order, dead-letter malformed
-    ones, wait for acknowledgements, and check each partition once a second.
+class NodeWorker(Worker, Generic[P]):
+    """What all workers that read gpu.attributed have in common: they process records in order, wait for
+    acknowledgements, and check each partition once a second.
 
     A worker defines ``new_partition``, which makes the state of a partition; ``inputs``, the topics that wait for the
-    writes of an earlier epoch; ``lag_topics``, the topics whose lag is a metric; and ``batch_failure``, what is logged
-    if a batch fails and the process ends.
+    writes of an earlier epoch; and ``lag_topics``, the topics whose lag is a metric.
     """
 
-    app: ReaderApp
     new_partition: Callable[[int], P]
     inputs: tuple[str, ...]
     lag_topics: tuple[str, ...]
-    batch_failure: str
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int, clocks: Clocks | None) -> None:
-        self._instruments, self._stage, self._clocks = instruments, stage, clocks or Clocks()
-        self._housekeeping = Housekeeping(instruments, stage=stage, partitions=partitions)
-        self._write_tasks, self._turns = WriteTasks(), Turns()
+        super().__init__(instruments, stage=stage, partitions=partitions)
+        self._clocks = clocks or Clocks()
         self._partitions: dict[int, P] = {}
 
     @property
@@ -251,18 +267,11 @@ class NodeWorker(ABC, Generic[P]):
     def close_silent(self, partition: P) -> None:
         """The log of a partition has advanced: find the nodes that are silent."""
 
-    async def handle(self, batch: Batch) -> None:
-        """Process a batch of one partition. Raises nothing: a failure here ends the process."""
-        if not batch:
-            return
+    async def process(self, batch: Batch) -> None:
         topic, number = batch[0][0].tp
-        try:
-            if topic in self.inputs and self._write_tasks.leftover:
-                await asyncio.wait(self._write_tasks.leftover)
-            await self.handle_batch(topic, self._partition(number), batch)
-        except Exception as error:
-            log.exception("%s", self.batch_failure)
-            self.app.fail(f"{self.batch_failure}: {error!r}")
+        if topic in self.inputs and self._write_tasks.leftover:
+            await asyncio.wait(self._write_tasks.leftover)
+        await self.handle_batch(topic, self._partition(number), batch)
 
     async def handle_batch(self, topic: str, partition: P, batch: Batch) -> None:
         """Process each record of a batch, until the partition is revoked."""
@@ -274,7 +283,7 @@ class NodeWorker(ABC, Generic[P]):
             try:
                 self.handle_record(topic, partition, slot, record)
             except Malformed as error:
-                await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
+                await self.dead_letter(slot, record, error.reason, str(error))
             except Exception as error:
                 name_record(error, slot)
                 raise
@@ -299,10 +308,6 @@ class NodeWorker(ABC, Generic[P]):
             elif isinstance(error, BaseException):
                 raise error
         return sum([isinstance(outcome, int) for outcome in outcomes])
-
-    @abstractmethod
-    def observe(self) -> None:
-        """Set the gauges."""
 
     async def watch(self) -> None:
         """Once a second, check each partition whose state has been read. Never returns."""

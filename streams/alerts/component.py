@@ -101,7 +101,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
         super().__init__(instruments, stage="alerts", partitions=partitions, clocks=clocks)
-        self._rules, self._partition_count = rules, partitions
+        self._rules = rules
         self._policies: set[tuple[str, str]] = set()
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
         self._group_offsets: dict[tuple[int, bytes], int] = {}  # of the latest groups written or read in this epoch
@@ -194,7 +194,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             try:
                 report = _decode_grouped(groups.decode_report, record)
             except Malformed as error:
-                await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
+                await self.dead_letter(slot, record, error.reason, str(error))
                 continue
             group = changed.get(record.key) or group_by_key.get(record.key)
             if group is not None and slot.offset <= group.offset and group.offset >= log_end:
@@ -273,7 +273,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     def _node_of(self, partition: PartitionNodes, key: bytes) -> Node:
         node = partition.nodes.get(key)
         if node is None:
-            self._housekeeping.check_place(partition.number, key)
+            self.check_place(partition.number, key)
             node = partition.nodes[key] = Node(key)
         return node
 
@@ -375,7 +375,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         gauge("gpustream_alerts_maintained_nodes").set(sum(1 for state in states if state.maintenance is not None))
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for state in states if state.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
-        self._housekeeping.observe(self.app.reader)
+        super().observe()
 
     # -- rebalances
 

@@ -22,14 +22,14 @@ from delivery.clock import now_ms
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from delivery.tasks import Turns, set_within
+from delivery.tasks import set_within
 from delivery.watchdog import Deadlines
-from streams.app import ReaderApp, Stream
+from streams.app import Stream
 from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import Housekeeping, Malformed, WriteTasks, decode_record, instruments, name_record
+from streams.stage import Malformed, Worker, decode_record, instruments, name_record
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder
@@ -92,18 +92,18 @@ class Attribution(Stream[AttributionSettings]):
         return Joiner(self.instruments, grace_s=grace_s, partitions=partitions[SAMPLES]), reads
 
 
-class Joiner:
+class Joiner(Worker):
     """Carries out the join: passes it the records, sends the ticks that it releases, and finishes the samples whose
     ticks are acknowledged. Records are joined and sent under one lock, so that a node's outputs keep their order
     whatever is awaited."""
 
-    app: ReaderApp
+    batch_failure = "the join failed"
 
     def __init__(
         self, instruments: Instruments, *, grace_s: float, partitions: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._instruments, self._grace_s, self._clock = instruments, grace_s, clock
-        self._housekeeping = Housekeeping(instruments, stage="attribution", partitions=partitions)
+        super().__init__(instruments, stage="attribution", partitions=partitions)
+        self._grace_s, self._clock = grace_s, clock
         self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
         self._waiting_nodes: dict[int, dict[bytes, None]] = defaultdict(dict)  # those with pending ticks, in order
         self._slots: dict[tuple[int, int], tuple[Slot, Any]] = {}
@@ -115,36 +115,32 @@ class Joiner:
         self._forgot_s = float("-inf")
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
-        self._write_tasks, self._turns = WriteTasks(), Turns()
         self._attributed: Counter[str] = Counter()
 
     # -- records
 
-    async def handle(self, batch: Batch) -> None:
-        """Join a batch of one partition. Raises nothing: a failure here ends the process."""
-        try:
-            async with self._lock:
-                for slot, record in batch:
-                    await self._turns.next()
-                    if not self.app.is_current(slot):
-                        return
-                    try:
-                        await self._handle_record(slot, record)
-                    except Exception as error:
-                        name_record(error, slot)
-                        raise
-                if batch and batch[0][0].tp.topic == WORKLOADS and self._waiting_nodes.get(batch[0][0].tp.partition):
-                    self._wake.set()
-        except Exception as error:
-            log.exception("the join failed")
-            self.app.fail(f"the join failed: {error!r}")
+    async def process(self, batch: Batch) -> None:
+        """Join the records of a batch of one partition."""
+        topic, partition = batch[0][0].tp
+        async with self._lock:
+            for slot, record in batch:
+                await self._turns.next()
+                if not self.app.is_current(slot):
+                    return
+                try:
+                    await self._handle_record(slot, record)
+                except Exception as error:
+                    name_record(error, slot)
+                    raise
+            if topic == WORKLOADS and self._waiting_nodes.get(partition):
+                self._wake.set()
 
     async def _handle_record(self, slot: Slot, record: Any) -> None:
         """Decode a record, and pass it to the join of its node. Without a log time it gets the time of reading."""
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
-            await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
+            await self.dead_letter(slot, record, error.reason, str(error))
             return
         partition, timestamp, now_s = slot.tp.partition, record.timestamp, self._clock()
         logged_ms: int = timestamp if timestamp is not None and timestamp >= 0 else now_ms()
@@ -189,7 +185,7 @@ class Joiner:
         states = self._states[partition]
         state = states.get(key)
         if state is None:
-            self._housekeeping.check_place(partition, key)
+            self.check_place(partition, key)
             state = join.NEW
         states[key], released = join.step(state, record, self._grace_s)
         if states[key].pending:
@@ -214,7 +210,7 @@ class Joiner:
             return
         error = sent.exception()
         if isinstance(error, Unsendable):
-            letter = self._housekeeping.dead_letter(self.app, slot, record, "unsendable", str(error))
+            letter = self.dead_letter(slot, record, "unsendable", str(error))
             self._write_tasks.start(self.app, letter, failure="no dead letter could be written")
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
@@ -266,7 +262,7 @@ class Joiner:
                 self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)
                 watermark.misordered = 0
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
-        self._housekeeping.observe(self.app.reader)
+        super().observe()
 
     def _ask_for_workloads_end(self, partition: int, key: bytes, now_s: float) -> None:
         """Ask where the workloads end, as soon as the answer would release a node's first pending tick."""

@@ -157,7 +157,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         else:
             books = decode_record(decode_books, record.key, record.value)
             if node is None:
-                self._housekeeping.check_place(partition.number, record.key)
+                self.check_place(partition.number, record.key)
             if node is None or (node.fresh and books.order >= node.keeper.books.order):
                 partition.nodes[record.key] = NodeBooks(record.key, books, partition.policy, record.value)
                 partition.caught_up.attributed(books.offset)
@@ -174,7 +174,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         tick = decode_record(decode_tick, record.key, record.value)
         node = partition.nodes.get(record.key)
         if node is None:
-            self._housekeeping.check_place(partition.number, record.key)
+            self.check_place(partition.number, record.key)
             books = Books(schema=1, cluster=tick.cluster, node=tick.node)
             node = partition.nodes[record.key] = NodeBooks(record.key, books, partition.policy)
         logged_ms = tick.logged_ms
@@ -278,4 +278,4 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         gauge("gpustream_usage_nodes").set(len(nodes))
         gauge("gpustream_usage_open_hours").set(sum([len(node.keeper.books.hours) for node in nodes]))
         gauge("gpustream_usage_state_bytes").set(sum([len(node.durable or b"") for node in nodes]))
-        self._housekeeping.observe(self.app.reader)
+        super().observe()
