@@ -110,15 +110,15 @@ class KnownWorkloads(msgspec.Struct, frozen=True):
     for administration gives access to; such a claim does not hold them.
     """
 
-    epoch: int
-    seq: int
     since_ms: int
-    logged_ms: int
-    node_labels: History[Versions[dict[str, str]]]
-    dra: History[Versions[dict[DraKey, str]]]
-    admin: History[Versions[frozenset[Claim]]]
-    unwell: History[Versions[tuple[UnwellDevice, ...]]]
-    lifetimes: Lifetimes
+    logged_ms: int = -1
+    epoch: int = -1
+    seq: int = -1
+    node_labels: History[Versions[dict[str, str]]] = ()
+    dra: History[Versions[dict[DraKey, str]]] = ()
+    admin: History[Versions[frozenset[Claim]]] = ()
+    unwell: History[Versions[tuple[UnwellDevice, ...]]] = ()
+    lifetimes: Lifetimes = {}
     ends: dict[PodName, History[int]] = {}
 
     def as_of(self, logged_ms: int) -> "AsOf | None":
@@ -267,26 +267,26 @@ def without_overlaps(lifetimes: Iterable[Lifetime]) -> list[Lifetime]:
 def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: int) -> KnownWorkloads:
     """What is known after a record that was logged at ``logged_ms``, which is never less than the previous record's.
     A record of an older epoch, or with an older or the same ``seq``, changes nothing."""
-    if known is not None and record.order <= (known.epoch, known.seq):
+    known = known or KnownWorkloads(since_ms=logged_ms)
+    if record.order <= (known.epoch, known.seq):
         return known
 
     def with_value(history: History[Versions[T]], value: T) -> History[Versions[T]]:
         return _add_logged(history, logged_ms, _add_version(history[-1].value if history else (), record.ts_ms, value))
 
     dra = {(d.driver, d.pool, d.device): d.uuid for d in record.dra_devices}
-    updated = KnownWorkloads(
+    updated = _replace(
+        known,
         epoch=record.epoch,
         seq=record.seq,
-        since_ms=known.since_ms if known else logged_ms,
         logged_ms=logged_ms,
-        node_labels=with_value(known.node_labels if known else (), record.node_labels),
-        dra=with_value(known.dra if known else (), dra),
-        admin=with_value(known.admin if known else (), frozenset(record.admin_claims) or EMPTY),
-        unwell=with_value(known.unwell if known else (), record.unwell),
-        lifetimes=_with_pods(known.lifetimes if known else {}, record, logged_ms),
-        ends=known.ends if known else {},
+        node_labels=with_value(known.node_labels, record.node_labels),
+        dra=with_value(known.dra, dra),
+        admin=with_value(known.admin, frozenset(record.admin_claims) or EMPTY),
+        unwell=with_value(known.unwell, record.unwell),
+        lifetimes=_with_pods(known.lifetimes, record, logged_ms),
     )
-    if known is not None and known.logged_ms // _FORGET_EVERY_MS == logged_ms // _FORGET_EVERY_MS:
+    if known.logged_ms // _FORGET_EVERY_MS == logged_ms // _FORGET_EVERY_MS:
         return updated
     return forget_before(updated, record.ts_ms - KEPT_MS, logged_ms - KEPT_MS)
 
