@@ -115,9 +115,9 @@ class Bookkeeper:
     def book(self, tick: CountedTick, logged_ms: int) -> Booking:
         """Book a tick. Raises msgspec.DecodeError if labels or a workload are malformed; then nothing is booked."""
         books = self.books
-        last = None
-        if books.run_id >= 0:
-            last = replays.LastTick(books.run_id, books.seq, books.offset, books.newest_ts_ms)
+        last = (
+            replays.LastTick(books.run_id, books.seq, books.offset, books.newest_ts_ms) if books.run_id >= 0 else None
+        )
         verdict = replays.verdict(last, tick)
         if verdict == "replay":
             return Booking("replayed", [])
@@ -135,9 +135,8 @@ class Bookkeeper:
             labels_of(tick.node_labels)
             node_labels = kept(tick.node_labels)
         previous_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
-        newest = replays.after(last, tick)
-        books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset
-        books.newest_ts_ms = newest.newest_ts_ms
+        books.run_id, books.seq, books.offset = tick.run_id, tick.seq, tick.offset
+        books.newest_ts_ms = max(books.newest_ts_ms, tick.ts_ms)
         books.logs += verdict == "new_log"
         books.logged_ms, books.interval_ms = logged_ms, tick.interval_ms
         if tick.ts_ms > logged_ms + AHEAD_MS:
