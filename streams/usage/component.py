@@ -34,6 +34,7 @@ KEEP_S = 75.0
 """If a node closes no minute for this time, its books are written all the same: its ticks would delay the commit."""
 LEADERS_APART_MS = 60_000
 """By how much the log time of the next record may be behind the clock here, or behind the last record."""
+_TOPICS = {"minute": MINUTES.name, "hour": HOURS.name, "state": STATE.name}  # by the kind of record
 NO_SAMPLES_S = 24 * 3600.0
 """After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed, for
 example because it is a dead letter: gpu.samples does not have it any more."""
@@ -221,13 +222,13 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             minutes = [usage for usage in records if usage.end_ms - usage.start_ms == MINUTE_MS]
             hours = [usage for usage in records if usage.end_ms - usage.start_ms != MINUTE_MS]
             await asyncio.gather(
-                self._send(number, "minute", ((MINUTES.name, usage.key.encode(), encode(usage)) for usage in minutes)),
-                self._send(number, "hour", ((HOURS.name, usage.key.encode(), encode(usage)) for usage in hours)),
+                self._send(number, "minute", ((usage.key.encode(), encode(usage)) for usage in minutes)),
+                self._send(number, "hour", ((usage.key.encode(), encode(usage)) for usage in hours)),
             )
             if epoch != self.epoch:
                 return
             node.sent.append(value)
-            await self._send(number, "state", [(STATE.name, node.key, value)])
+            await self._send(number, "state", [(node.key, value)])
             if epoch != self.epoch:
                 return
             node.stored(value, order)
@@ -237,12 +238,12 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 break
         node.writing = False
 
-    async def _send(self, number: int, kind: str, values: Iterable[tuple[str, bytes, bytes | None]]) -> None:
-        """Send values, each with its topic and key, and wait until the broker has them."""
+    async def _send(self, number: int, kind: str, values: Iterable[tuple[bytes, bytes | None]]) -> None:
+        """Send values of a kind, each with its key, and wait until the broker has them."""
         sent = []
-        for topic, key, value in values:  # of a node that is new in the middle of an hour there are hundreds
+        for key, value in values:  # of a node that is new in the middle of an hour there are hundreds
             await self._turns.next()
-            sent.append(await self.app.sender.send(topic, value, key=key, partition=number))
+            sent.append(await self.app.sender.send(_TOPICS[kind], value, key=key, partition=number))
         acknowledged = await self._await_acks(kind, sent)
         self._instruments.counter("gpustream_usage_written_total", kind).inc(acknowledged)
 
@@ -270,7 +271,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 self._start_write(partition.number, node)
             elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
                 del partition.nodes[node.key]
-                self._write_tasks.start(self.app, self._send(partition.number, "state", [(STATE.name, node.key, None)]))
+                self._write_tasks.start(self.app, self._send(partition.number, "state", [(node.key, None)]))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
