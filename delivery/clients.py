@@ -116,7 +116,10 @@ async def start_client(make: Callable[[], Any], connection: Connection, backoff_
 
 
 async def close(client: Any) -> None:
-    """Stop a client within two seconds, although it would wait for an unavailable broker, and close its connections."""
+    """Stop a client within two seconds, although it would wait for an unavailable broker, and close its connections.
+    None: there is no client yet."""
+    if client is None:
+        return
     # aiokafka cancels a consumer's fetch task only once. While the task lets go of partitions it swallows that, and
     # never ends. So cancel it until it ends, before the consumer leaves its group.
     fetch_task: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
@@ -180,9 +183,8 @@ class OffsetClient(Offsets):
         )
 
     async def close(self) -> None:
-        """Close the connection."""
-        if self._consumer is not None:
-            await close(self._consumer)
+        """Close the connection, if there is one."""
+        await close(self._consumer)
 
     async def log_ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
         """The offset after the last record of each partition, even if an open transaction hides it."""

@@ -163,12 +163,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             task.cancel()
         if self._evicted is not None:
             self._evicted.cancel()
-        consumers = [] if self._consumer is None else [self._consumer]
-        if self.settings.leave_on_stop and not self.failed.done():  # a failed process is restarted at once
-            for consumer in consumers:
-                consumer._coordinator._group_instance_id = None  # noqa: SLF001 - or the client would not leave
+        is_leaving = self.settings.leave_on_stop and not self.failed.done()  # a failed process is restarted at once
+        if is_leaving and self._consumer is not None:
+            self._consumer._coordinator._group_instance_id = None  # noqa: SLF001 - or the client would not leave
         self.failed.cancel()
-        await asyncio.gather(self.offsets.close(), *map(close, consumers))
+        await asyncio.gather(self.offsets.close(), close(self._consumer))
 
     def not_ready(self) -> list[str]:
         """The reasons why nothing is read, or not everything; empty if there is none."""

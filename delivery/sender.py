@@ -202,9 +202,8 @@ class Sender:
         for record in self._unacknowledged:
             record.acknowledged.cancel()
         self._unacknowledged.clear()
-        if self._producer is not None:
-            await close(self._producer)
-            self._producer = None
+        await close(self._producer)
+        self._producer = None
 
     def _on_sent(self, record: _PendingRecord, sent: "asyncio.Future[Any]") -> None:
         """Handle the client's answer; it no longer matters if the record was resolved before."""
@@ -274,8 +273,7 @@ class Sender:
                 return
 
     async def _replace_producer(self) -> None:
-        if self._producer is not None:
-            await close(self._producer)
+        await close(self._producer)
         connection, options = self._connection, self._options
         self._producer = await start_client(lambda: producer(connection, **options), connection, _BACKOFF_S)
 

@@ -72,8 +72,7 @@ class Tail:
         try:
             await until_stopped(stop, self._read(tps))
         finally:
-            consumers = [] if self._consumer is None else [self._consumer]
-            await asyncio.gather(self._offsets.close(), *map(clients.close, consumers))
+            await asyncio.gather(self._offsets.close(), clients.close(self._consumer))
 
     def not_ready(self) -> list[str]:
         """The reasons why not all records were read; empty if they were."""

@@ -104,8 +104,7 @@ class Tail:
                             self._on_tick(tick)
 
     async def stop(self) -> None:
-        if self._consumer is not None:
-            await clients.close(self._consumer)
+        await clients.close(self._consumer)
 
 
 class Producer(Component, Protocol):
