@@ -111,19 +111,21 @@ def instruments(*names: str) -> tuple[Instrument, ...]:
 
 
 class WriteTasks:
-    """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`.
+    """The tasks in which a worker writes to Kafka; if one fails, ``fail`` ends the process. ``leftover`` are those that
+    began before the last :meth:`forget`.
 
     ``room`` is set while fewer than ``_MANY_WRITES`` of them run. While it is not set, no further record is used: that
     may need one more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self._fail = fail
         self.running: set[asyncio.Task[None]] = set()
         self.leftover: set[asyncio.Task[None]] = set()
         self.room = asyncio.Event()
         self.room.set()
 
-    def start(self, app: ReaderApp, work: Coroutine[Any, Any, None], *, failure: str = "not written") -> None:
+    def start(self, work: Coroutine[Any, Any, None], *, failure: str = "not written") -> None:
         """Start to write. If it fails, the process ends with ``failure`` and the error."""
 
         def on_done(task: "asyncio.Task[None]") -> None:
@@ -132,7 +134,7 @@ class WriteTasks:
             if len(self.running) < _MANY_WRITES:
                 self.room.set()
             if not task.cancelled() and task.exception() is not None:
-                app.fail(f"{failure}: {task.exception()!r}")
+                self._fail(f"{failure}: {task.exception()!r}")
 
         task = asyncio.create_task(work)
         self.running.add(task)
@@ -158,7 +160,7 @@ class Worker(ABC):
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
         self._instruments, self._stage, self._partition_count = instruments, stage, partitions
         self._counted: Counter[tuple[str, ...]] = Counter()
-        self._write_tasks, self._turns = WriteTasks(), Turns()
+        self._write_tasks, self._turns = WriteTasks(lambda reason: self.app.fail(reason)), Turns()
 
     async def handle(self, batch: Batch) -> None:
         """Process a batch of one partition. Raises nothing: a failure here ends the process."""

@@ -177,7 +177,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                     self._group_offsets[offset_key] = slot.offset
             elif slot.offset > self._group_offsets.get(offset_key, -1):
                 # written late, by a worker that had lost the partition: make the latest the last one in the topic
-                self._write_tasks.start(self.app, self._write_again(number, record.key, self.epoch))
+                self._write_tasks.start(self._write_again(number, record.key, self.epoch))
 
     async def _update_groups(self, number: int, batch: Batch) -> None:
         """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
@@ -285,7 +285,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         settled = node.settled()
         if (pending := node.start_write(settled=settled)) is not None:
             settled = False
-            self._write_tasks.start(self.app, self._write_node(partition, node, pending, self.epoch))
+            self._write_tasks.start(self._write_node(partition, node, pending, self.epoch))
         for slot in node.take_finished_slots(settled=settled):
             self.app.finish(slot)
         if settled:
@@ -352,10 +352,10 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         for node in partition.judge_silent(self._rules, now_ms, now_s):
             self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
-                self._write_tasks.start(self.app, self._delete(partition, node, node.current))
+                self._write_tasks.start(self._delete(partition, node, node.current))
         number, group_by_key = partition.number, self._groups.get(partition.number, {})
         if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in group_by_key.values()):
-            self._write_tasks.start(self.app, self._delete_groups(number, self.epoch))
+            self._write_tasks.start(self._delete_groups(number, self.epoch))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge

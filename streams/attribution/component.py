@@ -211,7 +211,7 @@ class Joiner(Worker):
         error = sent.exception()
         if isinstance(error, Unsendable):
             letter = self.dead_letter(slot, record, "unsendable", str(error))
-            self._write_tasks.start(self.app, letter, failure="no dead letter could be written")
+            self._write_tasks.start(letter, failure="no dead letter could be written")
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
         elif self.app.is_current(slot):

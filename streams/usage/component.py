@@ -210,7 +210,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         """Start to write what is due; ``force``: write the books even if no record is due."""
         if not node.writing and (node.due or node.stale or force):
             node.writing = True
-            self._write_tasks.start(self.app, self._write(number, node, self.epoch))
+            self._write_tasks.start(self._write(number, node, self.epoch))
 
     async def _write(self, number: int, node: NodeBooks, epoch: int) -> None:
         """Write the records, then, once acknowledged, the books; repeat while more has become due. If the epoch ends
@@ -271,7 +271,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 self._start_write(partition.number, node)
             elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
                 del partition.nodes[node.key]
-                self._write_tasks.start(self.app, self._send(partition.number, "state", [(node.key, None)]))
+                self._write_tasks.start(self._send(partition.number, "state", [(node.key, None)]))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
