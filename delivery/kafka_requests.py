@@ -55,7 +55,6 @@ class IncrementalAlterConfigs(Request[_AlterConfigsRequest]):  # type: ignore[mi
         self.topic, self.settings = topic, dict(settings)
 
     def build(self, request_struct_class: Any) -> Any:
-        """The request, as it is sent."""
         configs = [(name, _SET_OPERATION, value) for name, value in self.settings.items()]
         return request_struct_class([(int(ConfigResourceType.TOPIC), self.topic, configs)], False)
 
@@ -135,5 +134,4 @@ class DescribeLogDirs(Request[_LogDirsRequest]):  # type: ignore[misc]
     API_KEY = 35
 
     def build(self, request_struct_class: Any) -> Any:
-        """The request, as it is sent."""
         return request_struct_class([], {})

@@ -114,7 +114,6 @@ class NewPath(click.Path):
     """A path that need not exist. An empty text is none: it would be the working directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
         if value == "":
             self.fail("it is empty: write a path", param, ctx)
         return super().convert(value, param, ctx)

@@ -225,7 +225,6 @@ class ReaderLoops(Service):  # type: ignore[misc]
         self.ask = asyncio.Event()
 
     async def on_start(self) -> None:
-        """Start all loops."""
         for loop in (self.read(), self.commit(), self.ask_for_ends()):
             self.add_future(loop)
 

@@ -68,7 +68,6 @@ class ApiConnection:
         return response
 
     async def close(self) -> None:
-        """Close the pool."""
         await self._client.close()
 
 

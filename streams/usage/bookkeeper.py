@@ -100,8 +100,6 @@ class EnergyDrawn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Bookkeeper:
-    """Keeps the books of one node."""
-
     def __init__(self, books: Books, policy: Accounting) -> None:
         self.books, self._policy = books, policy
         self._index_accounts()
