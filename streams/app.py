@@ -255,7 +255,6 @@ class ReaderLoops(Service):  # type: ignore[misc]
             await set_within(self.ask, _ASK_EVERY_S)
             self.ask.clear()
             self.beat += 1
-            reader.loop_late_s = reader.group.lateness.worst_s()
             epoch, asked_s, partitions = ledger.epoch, time.monotonic(), list(ledger.positions())
             numbers = sorted({tp.partition for tp in partitions if tp.topic in reads.inputs})
             partitions += [Partition(topic, number) for topic in reads.watched for number in numbers]

@@ -84,8 +84,7 @@ class Reader:
 
     ``commits`` are the last commits of the inputs. ``input_ends`` and ``state_ends`` are where inputs and states ended
     at the assignment; ``torn`` are the partition numbers whose committed offset was no longer in the log then.
-    ``loop_late_s`` is the longest delay of the event loop in the last minute; the app sets it. ``group`` is set before
-    the first turn.
+    ``group`` is set before the first turn.
     """
 
     group: ConsumerGroup
@@ -105,7 +104,6 @@ class Reader:
         self.torn: frozenset[int] = frozenset()
         self._state_commits: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
-        self.loop_late_s = 0.0
         self._previous = positions.ReadState()  # what was read in the previous assignment
         self._behind: set[int] = set()  # the partition numbers whose state has not been read to its end
         self._full = False

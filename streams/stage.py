@@ -209,7 +209,7 @@ class Worker(ABC):
         """Set the metrics from what the reader and its ledger have counted, all as of one moment."""
         reader, instruments, prefix = self.app.reader, self._instruments, f"gpustream_{self._stage}"
         instruments.gauge(f"{prefix}_open_bytes").set(reader.ledger.open_bytes)
-        instruments.gauge(f"{prefix}_loop_late_seconds").set(reader.loop_late_s)
+        instruments.gauge(f"{prefix}_loop_late_seconds").set(self.app.group.lateness.worst_s())
         for topic, held in reader.ledger.held.items():
             instruments.gauge(f"{prefix}_records_held", topic).set(held)
         ended = reader.ledger.counts.items()

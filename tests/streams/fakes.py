@@ -1,9 +1,11 @@
 """Records, and the app as the stages of all streams see it, without a broker: the ledger is the real one."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 from delivery.ledger import Ledger, Partition, Slot
+from delivery.watchdog import LoopLateness
 from streams.app import ReaderApp
 
 
@@ -23,7 +25,7 @@ class LedgerApp:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.rebalances = self.holes = self.lost = 0
-        self.loop_late_s = 0.0
+        self.group = SimpleNamespace(lateness=LoopLateness())
         self.settled: dict[Partition, int] = {}
         self.failures: list[str] = []
 
