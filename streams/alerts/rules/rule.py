@@ -100,24 +100,22 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def most_work(self) -> float:
         """The work from which on no pod is idle, by any override."""
-        return max(self._idle_thresholds)
+        return max(self._values_of("idle_below"))
 
     @cached_property
     def least_work(self) -> float:
         """The work below which every pod is idle, by any override."""
-        return min(self._idle_thresholds)
+        return min(self._values_of("idle_below"))
 
     @cached_property
     def least_used(self) -> float:
         """The utilization below which no pod's GPU is stalled, by any override."""
-        return min([self.used_above, *(float(override.changes.get("used_above", 1.0)) for override in self.overrides)])
+        return min(self._values_of("used_above"))
 
-    @property
-    def _idle_thresholds(self) -> list[float]:
-        return [
-            self.idle_below,
-            *(float(override.changes.get("idle_below", self.idle_below)) for override in self.overrides),
-        ]
+    def _values_of(self, field: str) -> list[float]:
+        """The value of a field by the rule itself, and by each override."""
+        value: float = getattr(self, field)
+        return [value, *(override.changes.get(field, value) for override in self.overrides)]
 
     @cached_property
     def label_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
