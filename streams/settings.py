@@ -68,10 +68,11 @@ class AlertSettings(TeamSettings):
         return msgspec.structs.replace(rules_file.load(self.rules), wording=wording)
 
     def errors(self) -> list[str]:
+        errors = super().errors()
         try:
             self.load()
         except rules_file.RulesError as error:
-            return [*super().errors(), *map(str, error.errors)]
+            errors += map(str, error.errors)
         except prices.PricesError as error:
-            return [*super().errors(), *str(error).splitlines()]
-        return super().errors()
+            errors += str(error).splitlines()
+        return errors
