@@ -133,13 +133,12 @@ def facts_of(devices: Sequence[Device], last: Memo | None) -> DeviceFacts:
         processes += (None if on_device is None else len(on_device), device.info.get("processes_visible"))
         for process in on_device or ():
             processes += (process.pod_uid, process.service, not process.memory_used_bytes)
-    if last is None:
+    previous = None if last is None else last.facts
+    if previous is not None and previous.inventory == inventory:
+        inventory = previous.inventory
+    if previous is None or previous.processes != processes:
         return DeviceFacts(inventory, processes, process_uids(devices))
-    previous = last.facts
-    if previous.processes != processes:
-        same_inventory = previous.inventory == inventory
-        return DeviceFacts(previous.inventory if same_inventory else inventory, processes, process_uids(devices))
-    return previous if previous.inventory == inventory else DeviceFacts(inventory, processes, previous.uids)
+    return previous if previous.inventory is inventory else DeviceFacts(inventory, processes, previous.uids)
 
 
 def attribute(
