@@ -98,7 +98,6 @@ class Sender:
         *,
         client_id: str,
         check: TopicCheck | None = None,
-        linger_ms: int = 20,
         max_batch_bytes: int = 512 * 1024,
     ) -> None:
         self._connection, self._check = connection, check
@@ -106,7 +105,7 @@ class Sender:
             "client_id": client_id,
             "acks": "all",
             "enable_idempotence": True,
-            "linger_ms": linger_ms,
+            "linger_ms": 20,
             "max_batch_size": max_batch_bytes,
             "max_request_size": 2 * MAX_MESSAGE_BYTES,
             "request_timeout_ms": 30_000,
