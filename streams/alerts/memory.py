@@ -253,7 +253,7 @@ def update_windows(device: Device, before: ErrorWindows | None, ts_ms: int) -> E
         window = windows.get(name)
         if window is None:
             if value is not None:
-                changed[name] = first_window(value)
+                changed[name] = ErrorWindow(value) if value else _AT_ZERO  # the first reading
         elif window.errors or (value is not None and value != window.value):
             updated = next_window(window, value, ts_ms)
             if updated is not window:
@@ -268,11 +268,6 @@ _QUIET_WINDOWS: dict[tuple[float | None, ...], ErrorWindows | None] = {
     for values in product((None, 0.0), repeat=len(COUNTERS))
 }
 """The windows of a device that never had an error, by its counters' values: most devices share them."""
-
-
-def first_window(value: float) -> ErrorWindow:
-    """The window after the first reading of a counter."""
-    return ErrorWindow(value) if value else _AT_ZERO
 
 
 def next_window(window: ErrorWindow, value: float | None, ts_ms: int) -> ErrorWindow:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.memory import BUCKET_MS, WINDOW_MS, ErrorWindow, errors_in_window, first_window, next_window
+from streams.alerts.memory import BUCKET_MS, WINDOW_MS, ErrorWindow, errors_in_window, next_window
 from tests.streams.alerts.ticks import START_MS
 
 Readings = list[tuple[int, float | None]]
@@ -41,7 +41,7 @@ def window_after(reading_list: Readings) -> ErrorWindow | None:
         if window is not None:
             window = next_window(window, value, at_ms)
         elif value is not None:
-            window = first_window(value)
+            window = ErrorWindow(value)
     return window
 
 
