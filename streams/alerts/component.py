@@ -103,8 +103,6 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         super().__init__(instruments, stage="alerts", partitions=partitions, clocks=clocks)
         self._rules = rules
         self._policies: set[tuple[str, str]] = set()
-        self._groups: dict[int, dict[bytes, AlertGroup]] = {}
-        self._group_offsets: dict[tuple[int, bytes], int] = {}  # of the latest groups written or read in this epoch
         self._group_lock = asyncio.Lock()  # held while alerts of several GPUs are written or deleted
 
     # -- records
@@ -114,7 +112,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             await super().handle_batch(topic, partition, batch)
             return
         async with self._group_lock:
-            await self._update_groups(partition.number, batch)
+            await self._update_groups(partition, batch)
 
     def handle_record(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a tick, or read a state, a group or a node's removal. Raises Malformed."""
@@ -124,7 +122,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         if topic == WORKLOADS:
             partition.note_removal(record.key, record.value, record.timestamp)
         elif topic == GROUPS:
-            self._read_group(partition.number, slot, record)
+            self._read_group(partition, slot, record)
         elif record.value is None:
             partition.remove_state(record.key)
         else:
@@ -161,29 +159,28 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
     # -- alerts of several GPUs
 
-    def _read_group(self, number: int, slot: Slot, record: Any) -> None:
+    def _read_group(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Use a group that was read, or its deletion, unless a later version of it is known. Raises Malformed."""
-        group_by_key = self._groups.setdefault(number, {})
+        known = partition.groups.get(record.key)
         if record.value is None:
-            if record.key in group_by_key and groups.is_over(group_by_key[record.key], self._clocks.now_ms()):
-                del group_by_key[record.key]
-                self._group_offsets.pop((number, record.key), None)
+            if known is not None and groups.is_over(known, self._clocks.now_ms()):
+                del partition.groups[record.key]
+                partition.group_offsets.pop(record.key, None)
         else:
             group = _decode_grouped(groups.decode_group, record)
-            known, offset_key = group_by_key.get(record.key), (number, record.key)
             if known is None or groups.order(known) <= groups.order(group):
-                group_by_key[record.key] = group
+                partition.groups[record.key] = group
                 if known is None or groups.order(known) < groups.order(group):
-                    self._group_offsets[offset_key] = slot.offset
-            elif slot.offset > self._group_offsets.get(offset_key, -1):
+                    partition.group_offsets[record.key] = slot.offset
+            elif slot.offset > partition.group_offsets.get(record.key, -1):
                 # written late, by a worker that had lost the partition: make the latest the last one in the topic
-                self._write_tasks.start(self._write_again(number, record.key, self.epoch))
+                self._write_tasks.start(self._write_again(partition, record.key, self.epoch))
 
-    async def _update_groups(self, number: int, batch: Batch) -> None:
+    async def _update_groups(self, partition: PartitionNodes, batch: Batch) -> None:
         """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
         When both are acknowledged, the reports are finished."""
-        group_by_key, epoch = self._groups.setdefault(number, {}), self.epoch
-        log_end = self.app.reader.input_ends.get(Partition(MEMBERS, number), MAX_TIME_MS)
+        epoch = self.epoch
+        log_end = self.app.reader.input_ends.get(Partition(MEMBERS, partition.number), MAX_TIME_MS)
         changed: dict[bytes, AlertGroup] = {}
         steps: list[groups.GroupStep] = []
         slots: list[Slot] = []
@@ -196,7 +193,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             except Malformed as error:
                 await self.dead_letter(slot, record, error.reason, str(error))
                 continue
-            group = changed.get(record.key) or group_by_key.get(record.key)
+            group = changed.get(record.key) or partition.groups.get(record.key)
             if group is not None and slot.offset <= group.offset and group.offset >= log_end:
                 group = msgspec.structs.replace(group, generation=group.generation + 1, offset=-1)  # created again
             step = groups.step(group, report, slot.offset, self._rules)
@@ -212,55 +209,55 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             for alert in step.alerts
         ]
         await self._await_acks("alert", acks)
-        await self._write_groups(number, changed)
+        await self._write_groups(partition, changed)
         for alert, is_news in [(alert, step.is_news) for step in steps for alert in step.alerts]:
             self._count_and_log(alert, "alert" if is_news else "repeat")
         if epoch == self.epoch:
-            group_by_key |= changed
+            partition.groups |= changed
             for slot in slots:
                 self.app.finish(slot)
 
-    async def _write_groups(self, number: int, groups_by_key: Mapping[bytes, AlertGroup | None]) -> None:
+    async def _write_groups(self, partition: PartitionNodes, group_by_key: Mapping[bytes, AlertGroup | None]) -> None:
         """Write groups, or their deletions, to gpu.alert-groups, and remember their offsets."""
         ack_by_key: dict[bytes, asyncio.Future[int]] = {}
-        for key, group in groups_by_key.items():
+        for key, group in group_by_key.items():
             value = None if group is None else memory.encode(group)
-            ack_by_key[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
+            ack_by_key[key] = await self.app.sender.send(GROUPS, value, key=key, partition=partition.number)
         await self._await_acks("state", ack_by_key.values())
         for key, ack in ack_by_key.items():
             if ack.exception() is None:
-                self._group_offsets[number, key] = ack.result()
+                partition.group_offsets[key] = ack.result()
 
-    async def _write_again(self, number: int, key: bytes, epoch: int) -> None:
+    async def _write_again(self, partition: PartitionNodes, key: bytes, epoch: int) -> None:
         """Write a group again, as it is now. If a later one is read meanwhile, write that too."""
         async with self._group_lock:
             written: AlertGroup | None = None
             while epoch == self.epoch:
-                group = self._groups.get(number, {}).get(key)
+                group = partition.groups.get(key)
                 if group is None or group is written:
                     return
-                await self._write_groups(number, {key: group})
+                await self._write_groups(partition, {key: group})
                 written = group
 
-    async def _delete_groups(self, number: int, epoch: int) -> None:
+    async def _delete_groups(self, partition: PartitionNodes, epoch: int) -> None:
         """Delete the groups that have been over for a week, and their alerts. Of a workload that still holds GPUs the
         number of these is kept. Meanwhile no report is handled, because it may fire the alert again."""
         async with self._group_lock:
             if epoch != self.epoch:
                 return
-            group_by_key, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
-            over = {key: group for key, group in group_by_key.items() if groups.is_over(group, now_ms)}
+            now_ms = self._clocks.now_ms()
+            over = {key: group for key, group in partition.groups.items() if groups.is_over(group, now_ms)}
             alerts = [key for key, group in over.items() if group.alert is not None]
             await self._await_acks("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
             remaining = {key: groups.without_alert(group) for key, group in over.items()}
-            await self._write_groups(number, remaining)
+            await self._write_groups(partition, remaining)
             if epoch == self.epoch:
                 for key, group in remaining.items():
                     if group is not None:
-                        group_by_key[key] = group
+                        partition.groups[key] = group
                     else:
-                        group_by_key.pop(key, None)
-                        self._group_offsets.pop((number, key), None)
+                        partition.groups.pop(key, None)
+                        partition.group_offsets.pop(key, None)
 
     def _count_and_log(self, alert: Alert, record: str) -> None:
         """Count and log a record of gpu.alerts that was acknowledged."""
@@ -353,9 +350,8 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._write_tasks.start(self._delete(partition, node, node.current))
-        number, group_by_key = partition.number, self._groups.get(partition.number, {})
-        if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in group_by_key.values()):
-            self._write_tasks.start(self._delete_groups(number, self.epoch))
+        if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in partition.groups.values()):
+            self._write_tasks.start(self._delete_groups(partition, self.epoch))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -376,17 +372,6 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for state in states if state.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
         super().observe()
-
-    # -- rebalances
-
-    def forget(self) -> None:
-        super().forget()
-        self._group_offsets.clear()
-
-    def drop(self, partitions: frozenset[int]) -> None:
-        super().drop(partitions)
-        for number in partitions:
-            self._groups.pop(number, None)
 
 
 def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:

@@ -191,12 +191,15 @@ class _Removal(msgspec.Struct, frozen=True):
 
 class PartitionNodes(PartitionState):
     """The nodes of one partition, by key. ``active`` has those that are not quiet, in the order in which their last
-    ticks were read. ``logged_ms`` is the log time of the last tick of any node."""
+    ticks were read. ``logged_ms`` is the log time of the last tick of any node. ``groups`` has the alerts of several
+    GPUs, and ``group_offsets`` the offsets of the latest of them that were written or read in this epoch."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, NO_SAMPLES_S)
         self.nodes: dict[bytes, Node] = {}
         self.active: dict[bytes, Node] = {}
+        self.groups: dict[bytes, AlertGroup] = {}
+        self.group_offsets: dict[bytes, int] = {}
         self._removed_ms: dict[bytes, int] = {}
 
     def set_active(self, node: Node, *, active: bool) -> None:
@@ -267,6 +270,7 @@ class PartitionNodes(PartitionState):
 
     def forget(self) -> None:
         super().forget()
+        self.group_offsets.clear()
         self.nodes = {key: Node(key, node.durable) for key, node in self.nodes.items() if node.durable}
         self.active = {key: node for key, node in self.nodes.items() if node.saved and not node.saved.silent}
 
