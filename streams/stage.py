@@ -70,6 +70,7 @@ class HasNode(Protocol):
 
 R = TypeVar("R", bound=HasNode)
 T = TypeVar("T")
+P = TypeVar("P")
 
 
 class Malformed(Exception):
@@ -147,18 +148,22 @@ class WriteTasks:
         self.leftover |= self.running
 
 
-class Worker(ABC):
-    """What all workers have in common: they process batches, dead-letter malformed records, look for misplaced nodes,
-    and count. ``stage`` is the stream's name; ``partitions`` is how many partitions its topics have.
+class Worker(ABC, Generic[P]):
+    """What all workers have in common: they process batches, keep the state of each partition number, dead-letter
+    malformed records, look for misplaced nodes, and count. ``stage`` is the stream's name; ``partitions`` is how many
+    partitions its topics have.
 
-    A worker defines ``batch_failure``, what is logged if a batch fails and the process ends.
+    A worker defines ``new_partition``, which makes the state of a partition; and ``batch_failure``, what is logged if a
+    batch fails and the process ends.
     """
 
     app: ReaderApp
+    new_partition: Callable[[int], P]
     batch_failure: str
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
         self._instruments, self._stage, self._partition_count = instruments, stage, partitions
+        self._partitions: dict[int, P] = {}
         self._counted: Counter[tuple[str, ...]] = Counter()
         self._write_tasks, self._turns = WriteTasks(lambda reason: self.app.fail(reason)), Turns()
 
@@ -175,6 +180,17 @@ class Worker(ABC):
     @abstractmethod
     async def process(self, batch: Batch) -> None:
         """Process the records of a batch of one partition."""
+
+    def _partition(self, number: int) -> P:
+        """The state of a partition, made at first use."""
+        if number not in self._partitions:
+            self._partitions[number] = self.new_partition(number)
+        return self._partitions[number]
+
+    def drop(self, partitions: frozenset[int]) -> None:
+        """Drop the state of these partitions."""
+        for number in partitions:
+            self._partitions.pop(number, None)
 
     def check_place(self, partition: int, key: bytes) -> None:
         """Count and log a new node whose key does not belong in its partition: another partitioner put it there."""
@@ -232,25 +248,23 @@ class Clocks:
         return now_ms()
 
 
-P = TypeVar("P", bound=PartitionState)
+N = TypeVar("N", bound=PartitionState)
 
 
-class NodeWorker(Worker, Generic[P]):
+class NodeWorker(Worker[N], Generic[N]):
     """What all workers that read gpu.attributed have in common: they process records in order, wait for
     acknowledgements, and check each partition once a second.
 
-    A worker defines ``new_partition``, which makes the state of a partition; ``inputs``, the topics that wait for the
-    writes of an earlier epoch; and ``lag_topics``, the topics whose lag is a metric.
+    A worker defines ``inputs``, the topics that wait for the writes of an earlier epoch; and ``lag_topics``, the topics
+    whose lag is a metric.
     """
 
-    new_partition: Callable[[int], P]
     inputs: tuple[str, ...]
     lag_topics: tuple[str, ...]
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int, clocks: Clocks | None) -> None:
         super().__init__(instruments, stage=stage, partitions=partitions)
         self._clocks = clocks or Clocks()
-        self._partitions: dict[int, P] = {}
 
     @property
     def epoch(self) -> int:
@@ -258,15 +272,15 @@ class NodeWorker(Worker, Generic[P]):
         return self.app.reader.ledger.epoch
 
     @abstractmethod
-    def handle_record(self, topic: str, partition: P, slot: Slot, record: Any) -> None:
+    def handle_record(self, topic: str, partition: N, slot: Slot, record: Any) -> None:
         """Process a record. Raises Malformed."""
 
     @abstractmethod
-    def check_clock(self, partition: P) -> None:
+    def check_clock(self, partition: N) -> None:
         """Do what has to be done in a partition because time passes."""
 
     @abstractmethod
-    def close_silent(self, partition: P) -> None:
+    def close_silent(self, partition: N) -> None:
         """The log of a partition has advanced: find the nodes that are silent."""
 
     async def process(self, batch: Batch) -> None:
@@ -275,7 +289,7 @@ class NodeWorker(Worker, Generic[P]):
             await asyncio.wait(self._write_tasks.leftover)
         await self.handle_batch(topic, self._partition(number), batch)
 
-    async def handle_batch(self, topic: str, partition: P, batch: Batch) -> None:
+    async def handle_batch(self, topic: str, partition: N, batch: Batch) -> None:
         """Process each record of a batch, until the partition is revoked."""
         for slot, record in batch:
             await self._write_tasks.room.wait()
@@ -292,12 +306,6 @@ class NodeWorker(Worker, Generic[P]):
         if topic == ATTRIBUTED:
             partition.caught_up.handled = batch[-1][0].offset
             self.close_silent(partition)
-
-    def _partition(self, number: int) -> P:
-        """The state of a partition, made at first use."""
-        if number not in self._partitions:
-            self._partitions[number] = self.new_partition(number)
-        return self._partitions[number]
 
     async def _await_acks(self, kind: str, sent: Iterable["asyncio.Future[int]"]) -> int:
         """Wait for all acknowledgements of a kind of record, and return how many records the broker took. A record that
@@ -333,11 +341,6 @@ class NodeWorker(Worker, Generic[P]):
         for partition in self._partitions.values():
             partition.forget()
         self._write_tasks.forget()
-
-    def drop(self, partitions: frozenset[int]) -> None:
-        """Drop the state of these partitions."""
-        for number in partitions:
-            self._partitions.pop(number, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Nothing to do: no state is kept for records that may be read again."""

@@ -9,7 +9,7 @@ On failure: what can't be decoded or sent goes to gpu.dead-letters; an output th
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
@@ -92,11 +92,31 @@ class Attribution(Stream[AttributionSettings]):
         return Joiner(self.instruments, grace_s=grace_s, partitions=partitions[SAMPLES]), reads
 
 
-class Joiner(Worker):
+class PartitionJoin:
+    """The nodes of one partition, by key: their states, and when a record of each was last read.
+
+    ``waiting`` are those with pending ticks, in order; ``slots`` has the slot and the record of each such tick, by its
+    offset. ``allocations_ends`` are where the allocations ended, and when the broker was asked for that.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.watermark = number, Watermark()
+        self.states: dict[bytes, join.NodeState] = {}
+        self.last_read_s: dict[bytes, float] = {}
+        self.waiting: dict[bytes, None] = {}
+        self.slots: dict[int, tuple[Slot, Any]] = {}
+        self.allocations_ends: deque[tuple[float, int]] = deque()
+
+    def state(self, key: bytes) -> join.NodeState:
+        return self.states.get(key, join.NEW)
+
+
+class Joiner(Worker[PartitionJoin]):
     """Carries out the join: passes it the records, sends the ticks that it releases, and finishes the samples whose
     ticks are acknowledged. Records are joined and sent under one lock, so that a node's outputs keep their order
     whatever is awaited."""
 
+    new_partition = PartitionJoin
     batch_failure = "the join failed"
 
     def __init__(
@@ -104,14 +124,8 @@ class Joiner(Worker):
     ) -> None:
         super().__init__(instruments, stage="attribution", partitions=partitions)
         self._grace_s, self._clock = grace_s, clock
-        self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
-        self._waiting_nodes: dict[int, dict[bytes, None]] = defaultdict(dict)  # those with pending ticks, in order
-        self._slots: dict[tuple[int, int], tuple[Slot, Any]] = {}
-        self._allocations_ends: dict[int, deque[tuple[float, int]]] = defaultdict(deque)  # asked_s and offset
-        self._watermarks: dict[int, Watermark] = defaultdict(Watermark)
         self._wake = asyncio.Event()
         self._asked_ahead_s = float("-inf")
-        self._last_read_s: dict[int, dict[bytes, float]] = defaultdict(dict)
         self._forgot_s = float("-inf")
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
@@ -121,7 +135,7 @@ class Joiner(Worker):
 
     async def process(self, batch: Batch) -> None:
         """Join the records of a batch of one partition."""
-        topic, partition = batch[0][0].tp
+        topic, number = batch[0][0].tp
         async with self._lock:
             for slot, record in batch:
                 await self._turns.next()
@@ -132,7 +146,7 @@ class Joiner(Worker):
                 except Exception as error:
                     name_record(error, slot)
                     raise
-            if topic == WORKLOADS and self._waiting_nodes.get(partition):
+            if topic == WORKLOADS and self._partition(number).waiting:
                 self._wake.set()
 
     async def _handle_record(self, slot: Slot, record: Any) -> None:
@@ -142,18 +156,18 @@ class Joiner(Worker):
         except Malformed as error:
             await self.dead_letter(slot, record, error.reason, str(error))
             return
-        partition, timestamp, now_s = slot.tp.partition, record.timestamp, self._clock()
+        partition, timestamp, now_s = self._partition(slot.tp.partition), record.timestamp, self._clock()
         logged_ms: int = timestamp if timestamp is not None and timestamp >= 0 else now_ms()
-        watermark = self._watermarks[partition]
+        watermark = partition.watermark
         self._forget_old_nodes(partition, record.key, now_s)
         if isinstance(decoded, Sample):
-            self._slots[partition, slot.offset] = (slot, record)
+            partition.slots[slot.offset] = (slot, record)
             watermark.sample_read(slot.offset, logged_ms, now_s)
             if watermark.ends_ahead:
                 watermark.read_to(self._position(WORKLOADS, partition))
             tick = join.PendingTick(decoded, slot.offset, now_s, logged_ms, watermark.ms)
             await self._step(partition, record.key, tick)
-            if record.key in self._waiting_nodes[partition]:
+            if record.key in partition.waiting:
                 self._ask_for_workloads_end(partition, record.key, now_s)
             if watermark.ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
                 self._asked_ahead_s = now_s  # asked for before a tick has to wait for it
@@ -167,41 +181,41 @@ class Joiner(Worker):
             self._ask_for_workloads_end(partition, record.key, self._clock())
         self.app.finish(slot)
 
-    def _forget_old_nodes(self, partition: int, key: bytes, now_s: float) -> None:
+    def _forget_old_nodes(self, partition: PartitionJoin, key: bytes, now_s: float) -> None:
         """Now and then, forget the nodes without a record for longer than any sample is kept. Log times are not
         used: partitions are not read equally far, and if the broker writes no log times, they are the nodes' own."""
-        self._last_read_s[partition][key] = now_s
+        partition.last_read_s[key] = now_s
         if now_s - self._forgot_s < _FORGET_EVERY_S:
             return
         self._forgot_s = now_s
-        for number, nodes in self._last_read_s.items():
-            for node in [node for node, read_s in nodes.items() if now_s - read_s > _FORGET_AFTER_S]:
-                if node not in self._waiting_nodes[number]:
-                    del nodes[node]
-                    self._states[number].pop(node, None)
+        for other in self._partitions.values():
+            for node in [node for node, read_s in other.last_read_s.items() if now_s - read_s > _FORGET_AFTER_S]:
+                if node not in other.waiting:
+                    del other.last_read_s[node]
+                    other.states.pop(node, None)
 
-    async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
+    async def _step(self, partition: PartitionJoin, key: bytes, record: join.Record) -> None:
         """Take a node to its next state, and send the ticks that the join releases."""
-        states = self._states[partition]
-        state = states.get(key)
+        state = partition.states.get(key)
         if state is None:
-            self.check_place(partition, key)
+            self.check_place(partition.number, key)
             state = join.NEW
-        states[key], released = join.step(state, record, self._grace_s)
-        if states[key].pending:
-            self._waiting_nodes[partition][key] = None
+        after, released = join.step(state, record, self._grace_s)
+        partition.states[key] = after
+        if after.pending:
+            partition.waiting[key] = None
         elif state.pending:
-            self._waiting_nodes[partition].pop(key, None)
+            partition.waiting.pop(key, None)
         for joined in released:
             sample, unknown_ids = joined.sample, joined.unknown_ids
-            slot, read = self._slots.pop((partition, sample.offset), (None, None))
+            slot, read = partition.slots.pop(sample.offset, (None, None))
             if slot is None or not self.app.is_current(slot):
                 continue
             if unknown_ids:
                 self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(unknown_ids))
                 node = f"{sample.cluster}/{sample.node}"
                 log.warning("%s: device ids in no known grammar: %.300s", node, unknown_ids)
-            sent = await self.app.sender.send(OUTPUT, self._encoder.encode(sample), key=key, partition=partition)
+            sent = await self.app.sender.send(OUTPUT, self._encoder.encode(sample), key=key, partition=partition.number)
             sent.add_done_callback(partial(self._on_acknowledged, slot, read, sample.attribution))
 
     def _on_acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
@@ -231,74 +245,65 @@ class Joiner(Worker):
         """Pass to the join how far the state has been read, and ask the broker for the ends that pending ticks need.
         Of the ends of the allocations that have been reached, the one counts that was asked for last."""
         async with self._lock:
-            for partition in list(self._waiting_nodes):
-                asked_s, ends, watermark = None, self._allocations_ends[partition], self._watermarks[partition]
+            for partition in list(self._partitions.values()):
+                asked_s, ends, watermark = None, partition.allocations_ends, partition.watermark
                 position = self._position(ALLOCATIONS, partition)
                 while ends and position >= ends[0][1]:
                     asked_s = ends.popleft()[0]
                 watermark.read_to(self._position(WORKLOADS, partition))
                 now_s = self._clock()
-                for key in list(self._waiting_nodes[partition]):
-                    if asked_s is not None and key in self._waiting_nodes[partition]:
+                for key in list(partition.waiting):
+                    if asked_s is not None and key in partition.waiting:
                         await self._step(partition, key, join.AllocationsRead(asked_s))
-                    needed_ms = self._state(partition, key).needed_ms
+                    needed_ms = partition.state(key).needed_ms
                     if needed_ms is not None and watermark.ms >= needed_ms:
                         await self._step(partition, key, join.WatermarkRaised(watermark.ms))
                     self._ask_for_workloads_end(partition, key, now_s)
-                    if join.needs_end(self._state(partition, key), now_s, self._grace_s):
+                    if join.needs_end(partition.state(key), now_s, self._grace_s):
                         self.app.ask_ends()
         self.observe()
 
     def observe(self) -> None:
         """Set the metrics that follow from the state."""
         gauge = self._instruments.gauge
-        pending = sum(len(self._states[p][key].pending) for p, keys in self._waiting_nodes.items() for key in keys)
+        partitions = self._partitions.values()
+        pending = sum(len(partition.states[key].pending) for partition in partitions for key in partition.waiting)
         gauge("gpustream_attribution_pending_ticks").set(pending)
         for attribution, ticks in self._attributed.items():
             self._instruments.counter("gpustream_attribution_ticks_total", attribution).inc(ticks)
         self._attributed.clear()
-        for watermark in self._watermarks.values():
+        for watermark in [partition.watermark for partition in partitions]:
             if watermark.misordered:
                 self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)
                 watermark.misordered = 0
-        gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
+        gauge("gpustream_attribution_nodes").set(sum(len(partition.states) for partition in partitions))
         super().observe()
 
-    def _ask_for_workloads_end(self, partition: int, key: bytes, now_s: float) -> None:
+    def _ask_for_workloads_end(self, partition: PartitionJoin, key: bytes, now_s: float) -> None:
         """Ask where the workloads end, as soon as the answer would release a node's first pending tick."""
-        needed_ms = self._state(partition, key).needed_ms
-        if needed_ms is not None and self._watermarks[partition].if_end_asked_at(now_s) >= needed_ms:
+        needed_ms = partition.state(key).needed_ms
+        if needed_ms is not None and partition.watermark.if_end_asked_at(now_s) >= needed_ms:
             self.app.ask_ends()
 
-    def _position(self, topic: str, partition: int) -> int:
-        return self.app.reader.ledger.position(Partition(topic, partition)) or 0
-
-    def _state(self, partition: int, key: bytes) -> join.NodeState:
-        return self._states[partition].get(key, join.NEW)
+    def _position(self, topic: str, partition: PartitionJoin) -> int:
+        return self.app.reader.ledger.position(Partition(topic, partition.number)) or 0
 
     # -- what the reader knows of offsets
 
     def forget(self) -> None:
         """Drop the pending ticks: they are read again."""
-        self._slots.clear()
-        self._allocations_ends.clear()
-        for watermark in self._watermarks.values():
-            watermark.forget()
-        for partition, keys in self._waiting_nodes.items():
-            for key in keys:
-                self._states[partition][key], _ = join.step(self._states[partition][key], join.Forget(), self._grace_s)
-        self._waiting_nodes.clear()
-
-    def drop(self, partitions: frozenset[int]) -> None:
-        for partition in partitions:
-            self._states.pop(partition, None)
-            self._last_read_s.pop(partition, None)
-            self._watermarks.pop(partition, None)
+        for partition in self._partitions.values():
+            partition.slots.clear()
+            partition.allocations_ends.clear()
+            partition.watermark.forget()
+            for key in partition.waiting:
+                partition.states[key], _ = join.step(partition.states[key], join.Forget(), self._grace_s)
+            partition.waiting.clear()
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Forget what only finished samples could need."""
         for tp, offset in offsets.items():
-            states = self._states[tp.partition]
+            states = self._partition(tp.partition).states
             for key, state in states.items():
                 if len(state.marks) > 1:
                     states[key], _ = join.step(state, join.Committed(offset), self._grace_s)
@@ -308,12 +313,13 @@ class Joiner(Worker):
         for tp, end in ends.items():
             position = self.app.reader.ledger.position(tp)
             lags[tp.topic] += max(0, end - position) if position is not None else 0
-            if tp.topic == ALLOCATIONS and self._waiting_nodes.get(tp.partition):
-                self._allocations_ends[tp.partition].append((asked_s, end))
+            partition = self._partition(tp.partition)
+            if tp.topic == ALLOCATIONS and partition.waiting:
+                partition.allocations_ends.append((asked_s, end))
             if tp.topic == WORKLOADS and (samples_end := ends.get(Partition(SAMPLES, tp.partition))) is not None:
-                self._watermarks[tp.partition].add_ends(asked_s, end, samples_end)
-                self._watermarks[tp.partition].read_to(self._position(WORKLOADS, tp.partition))
-        if any(self._waiting_nodes.values()):
+                partition.watermark.add_ends(asked_s, end, samples_end)
+                partition.watermark.read_to(self._position(WORKLOADS, partition))
+        if any(partition.waiting for partition in self._partitions.values()):
             self._wake.set()
         for topic, lag in lags.items():
             self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)

@@ -158,7 +158,7 @@ class FakeApp(LedgerApp):
 
     def nodes(self) -> set[bytes]:
         """The keys of the nodes whose state is held."""
-        return {key for states in self.joiner._states.values() for key in states}
+        return {key for partition in self.joiner._partitions.values() for key in partition.states}
 
     def position(self, topic: str, partition: int = 0) -> int:
         """The offset that would be committed."""

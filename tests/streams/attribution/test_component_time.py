@@ -261,7 +261,7 @@ async def test_a_tick_that_waited_when_the_epoch_ended_goes_once_when_it_is_read
     app.log(tick(2, 1))
     await app.read(SAMPLES)
     app.begin({Partition(SAMPLES, 0): 0})
-    assert not app.joiner._slots
+    assert not app.joiner._partitions[0].slots
     app.log(snapshot(1))
     await app.read(ALLOCATIONS)
     assert app.sender.sent == []
@@ -335,7 +335,7 @@ async def test_snapshots_behind_the_committed_ticks_are_forgotten_and_those_ahea
     await app.read(ALLOCATIONS, SAMPLES)
 
     app.joiner.committed({Partition(SAMPLES, 0): 3})
-    state = app.joiner._states[0][KEY]
+    state = app.joiner._partitions[0].states[KEY]
     assert [seq for _, seq in state.snapshots] == [3, 4, 5]
 
     app.begin({Partition(SAMPLES, 0): 3})
@@ -352,8 +352,7 @@ async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finish
 
     assert sorted(output.node for output in app.sender.outputs()) == sorted(f"n{i}" for i in range(200))
     assert app.position(SAMPLES) == 200
-    assert not any(app.joiner._waiting_nodes.values())
-    assert not app.joiner._slots
+    assert not any(partition.waiting or partition.slots for partition in app.joiner._partitions.values())
     assert [record for record in app.sender.sent if record.topic == DEAD_LETTERS] == []
 
 
