@@ -100,6 +100,8 @@ class EnergyDrawn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Bookkeeper:
+    """Keeps the books of one node."""
+
     def __init__(self, books: Books, policy: Accounting) -> None:
         self.books, self._policy = books, policy
         self._index_accounts()
@@ -113,9 +115,9 @@ class Bookkeeper:
     def book(self, tick: CountedTick, logged_ms: int) -> Booking:
         """Book a tick. Raises msgspec.DecodeError if labels or a workload are malformed; then nothing is booked."""
         books = self.books
-        last = (
-            replays.LastTick(books.run_id, books.seq, books.offset, books.newest_ts_ms) if books.run_id >= 0 else None
-        )
+        last = None
+        if books.run_id >= 0:
+            last = replays.LastTick(books.run_id, books.seq, books.offset, books.newest_ts_ms)
         verdict = replays.verdict(last, tick)
         if verdict == "replay":
             return Booking("replayed", [])
@@ -133,8 +135,9 @@ class Bookkeeper:
             labels_of(tick.node_labels)
             node_labels = kept(tick.node_labels)
         previous_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
-        books.run_id, books.seq, books.offset = tick.run_id, tick.seq, tick.offset
-        books.newest_ts_ms = max(books.newest_ts_ms, tick.ts_ms)
+        newest = replays.after(last, tick)
+        books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset
+        books.newest_ts_ms = newest.newest_ts_ms
         books.logs += verdict == "new_log"
         books.logged_ms, books.interval_ms = logged_ms, tick.interval_ms
         if tick.ts_ms > logged_ms + AHEAD_MS:

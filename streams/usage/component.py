@@ -63,6 +63,8 @@ INSTRUMENTS = (
 
 
 class UsageStream(Stream[UsageSettings]):
+    """The usage stream as a component."""
+
     name = "usage"
     table = INSTRUMENTS
     watch_failure = "checking the nodes failed"
