@@ -152,7 +152,8 @@ def _option_errors(values: dict[str, Any]) -> list[str]:
     check=_option_errors,
     example=(
         "gpustream compare --prometheus http://prometheus:9090\n"
-        'gpustream compare --prometheus http://prometheus:9090 --theirs \'job="dcgm-exporter",Hostname="gpu-node-1"\'\n'
+        'gpustream compare --prometheus http://prometheus:9090 --theirs \'job="dcgm-exporter",Hostname="gpu-node-1"\''
+        ' --ours \'job="",hostname="gpu-node-1"\'\n'
         "gpustream compare --prometheus http://prometheus:9090 --format json | jq .verdicts"
     ),
 )
@@ -160,14 +161,15 @@ def _option_errors(values: dict[str, Any]) -> list[str]:
 @option(
     "--theirs",
     metavar="MATCHERS",
-    help='Which series are theirs: matchers such as job="dcgm-exporter". They may pick a node or a GPU as well.'
+    help='Which series are theirs: matchers such as job="dcgm-exporter". To pick a node or a GPU, give --ours, too.'
     " Without them: all that is not gpustream's.",
 )
 @option(
     "--ours",
     metavar="MATCHERS",
-    help='Which series are gpustream\'s. Without them: those with service_name="gpustream", those whose job has'
-    " gpustream in its name, and those without a job, as remote write sends them.",
+    help="Which series are gpustream's. Without them: with --theirs all others, else those with"
+    ' service_name="gpustream", those whose job has gpustream in its name, and those without a job, as remote write'
+    " sends them.",
 )
 @option(
     "--window",

@@ -200,7 +200,11 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
                 rows.append(
                     _compare_one(device_found, key, reading, (current, ended_readings), tolerance, shared=len(pods) > 1)
                 )
-    for device_found in devices - {device_found for device_found, _ in their_groups}:
+    their_devices = {device_found for device_found, _ in their_groups}
+    by_instance = any(device_found.instance for device_found in their_devices)
+    for device_found in devices - their_devices:
+        if by_instance and device_found.uuid.startswith("MIG-"):
+            continue  # it may be any of theirs; if gpustream has it by its GPU instance, too, that one is compared
         example = next(readings[0] for (other, _), readings in our_groups.items() if other == device_found)
         rows.append(Compared(device_found, "", None, _side(example), "missing", "they have no such GPU"))
     their_quantities = {key for _, key in their_groups}

@@ -1,6 +1,7 @@
 """The pages for those who come from another exporter name options, values and metrics that are there."""
 
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -8,7 +9,8 @@ import pytest
 import yaml
 
 from gpustream.cli import commands
-from tests.docs.page import ROOT
+from tests.command_line import parsed
+from tests.docs.page import ROOT, blocks
 from topics.profiles import PROFILES, Profile
 
 PAGES = sorted((ROOT / "docs" / "how-to" / "migrate").glob("*.md"))
@@ -40,6 +42,17 @@ def test_every_option_and_profile_that_a_page_names_is_there(page: Path) -> None
 
     assert named - OPTIONS == set()
     assert profiles - set(PROFILES) == set()
+
+
+def test_a_comparison_of_one_node_picks_the_node_on_both_sides() -> None:
+    """With one side alone, the series of all other nodes are taken for the other side's."""
+    lines = [" ".join(block.text.replace("\\\n", " ").split()) for block in blocks("how-to/migrate/README.md", "sh")]
+    (line,) = [line for line in lines if "--theirs" in line]
+
+    assert line in " ".join((ROOT / "docs" / "reference" / "options.md").read_text().split())
+    params = parsed(shlex.split(line)[1:]).params
+    assert 'ostname="gpu-node-1"' in params["theirs"]
+    assert 'ostname="gpu-node-1"' in params["ours"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -250,6 +250,18 @@ def test_a_mig_device_that_gpustream_may_have_by_its_uuid_is_not_said_to_be_miss
     assert reasons["7"].startswith("gpustream has no such MIG device, or has it by its UUID only: --names dcgm")
 
 
+def test_a_mig_device_that_gpustream_names_by_its_uuid_and_by_its_gpu_instance_is_missing_from_neither_side() -> None:
+    """As with ``--names otel,dcgm`` beside dcgm-exporter."""
+    theirs = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7")
+    by_instance = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7", job="")
+    by_uuid = otel("gpu_memory_used", 10 * MIB, gpu_mig_uuid="MIG-c")
+    of_others = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="8", job="")
+
+    assert [row.verdict for row in compare([theirs], [by_instance, by_uuid]).rows] == ["same"]
+    rows = compare([theirs], [by_instance, by_uuid, of_others]).rows
+    assert {(str(row.device), row.verdict) for row in rows} == {("GPU-a/7", "same"), ("GPU-a/8", "missing")}
+
+
 def test_the_parts_of_pods_that_share_a_gpu_are_the_whole_that_another_exporter_gives_each_of_them() -> None:
     """As with ``--parts-by-pod``: a series for each pod, and one for the rest."""
     theirs = [dcgm("DCGM_FI_DEV_GPU_UTIL", 90, pod=pod) for pod in ("bert-0", "bert-1")]
