@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from gpustream.cli import commands
+from sinks.series.relabel import relabelled
+from sinks.series.relabel_file import load
 from tests.command_line import parsed
 from tests.docs.page import ROOT, blocks
 from topics.profiles import PROFILES, Profile
@@ -53,6 +55,17 @@ def test_a_comparison_of_one_node_picks_the_node_on_both_sides() -> None:
     params = parsed(shlex.split(line)[1:]).params
     assert 'ostname="gpu-node-1"' in params["theirs"]
     assert 'ostname="gpu-node-1"' in params["ours"]
+
+
+def test_the_rule_for_a_models_name_replaces_one_blank_each_time_that_it_is_given() -> None:
+    text = (ROOT / "docs" / "how-to" / "migrate" / "dcgm-exporter.md").read_text()
+    (found,) = re.findall(r"`(regex: [^`]+)` and `(replacement: [^`]+)` replace one blank", text)
+    rule = "- source_labels: [modelName]\n  target_label: modelName\n  " + "\n  ".join(found) + "\n"
+    labels = {"__name__": "DCGM_FI_DEV_GPU_UTIL", "modelName": "NVIDIA H100 80GB HBM3"}
+
+    names = [relabelled(load(rule * times, "rules.yml").rules, labels) for times in (1, 3, 4)]
+
+    assert [name and name["modelName"] for name in names] == ["NVIDIA H100 80GB-HBM3", *["NVIDIA-H100-80GB-HBM3"] * 2]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -1,6 +1,7 @@
 """Ticks under relabelling rules and by pod, as remote write sends them: every series once, and its end."""
 
 import gc
+import re
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
+from tests.docs.page import ROOT
 from tests.sinks.conftest import device, sample
 from topics.profiles import PROFILES, ProfileName
 
@@ -232,3 +234,27 @@ def test_a_mig_device_works_as_much_as_its_engines_do() -> None:
     assert by_name(tick)[UTIL] == {"a": pytest.approx(70)}
     (tick,) = play(OpenSeries(writer()), sample(1, mig_device))
     assert UTIL not in by_name(tick)
+
+
+def test_by_the_labels_that_the_page_names_the_parts_of_each_mig_device_add_up_to_it_and_not_to_their_gpu() -> None:
+    page = (ROOT / "docs" / "how-to" / "labels.md").read_text()
+    (names,) = re.findall(r"`sum by \(([^)]+)\) \(DCGM_FI_DEV_GPU_UTIL\)` is the device", page)
+    migs = [
+        device(
+            f"MIG-{instance}",
+            pod=f"of-{instance}",
+            mig={"uuid": f"MIG-{instance}", "parent_uuid": "GPU-a", "gpu_instance": instance, "profile": "3g.40gb"},
+            metrics={"graphics_engine_active_ratio": 0.7},
+        )
+        for instance in (1, 2)
+    ]
+    (tick,) = play(
+        OpenSeries(writer(by_pod=True)), sample(1, *migs, shared(("a", parts(0.5, 600, 150.0)), ("b", None)))
+    )
+
+    sums: dict[tuple[str | None, ...], float] = defaultdict(float)
+    for labels, value in values_by_labels(tick.groups).items():
+        if dict(labels)["__name__"] == UTIL:
+            sums[tuple(dict(labels).get(name) for name in names.split(", "))] += value
+
+    assert sorted(sums.values()) == [pytest.approx(70), pytest.approx(70), pytest.approx(90)]
