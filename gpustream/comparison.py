@@ -67,6 +67,11 @@ class ComparedDevice(NamedTuple):
     def __str__(self) -> str:
         return f"{self.uuid}/{self.instance}" if self.instance else self.uuid
 
+    @property
+    def mig_name(self) -> Literal["instance", "uuid"] | None:
+        """What tells a MIG device from others; None for a whole GPU."""
+        return "instance" if self.instance else "uuid" if self.uuid.startswith("MIG-") else None
+
 
 class _Quantity(NamedTuple):
     """What a series measures: a key of the catalogue, several of them, or its own name.
@@ -201,10 +206,10 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
                     _compare_one(device_found, key, reading, (current, ended_readings), tolerance, shared=len(pods) > 1)
                 )
     their_devices = {device_found for device_found, _ in their_groups}
-    by_instance = any(device_found.instance for device_found in their_devices)
+    their_mig_names = {device_found.mig_name for device_found in their_devices} - {None}
     for device_found in devices - their_devices:
-        if by_instance and device_found.uuid.startswith("MIG-"):
-            continue  # it may be any of theirs; if gpustream has it by its GPU instance, too, that one is compared
+        if device_found.mig_name and their_mig_names and device_found.mig_name not in their_mig_names:
+            continue  # it may be any of theirs; if gpustream has it by their kind of name, too, that one is compared
         example = next(readings[0] for (other, _), readings in our_groups.items() if other == device_found)
         rows.append(Compared(device_found, "", None, _side(example), "missing", "they have no such GPU"))
     their_quantities = {key for _, key in their_groups}
@@ -278,8 +283,8 @@ def _compare_one(
         theirs, scales[0], sorted([*ended_samples, *our_reading.samples]), scales[1], tolerance
     )
     parts = [reading for reading in current if reading.name == our_reading.name]
-    if verdict == "value" and len(parts) > 1:
-        of_whole, _ = verdict_of(theirs, scales[0], _sums(parts), scales[1], tolerance)
+    if verdict == "value" and len(parts) > 1 and (sums := _sums(parts)):
+        of_whole, _ = verdict_of(theirs, scales[0], sums, scales[1], tolerance)
         if of_whole in FINE:
             verdict, reason = (
                 "holder",

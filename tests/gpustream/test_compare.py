@@ -251,15 +251,28 @@ def test_a_mig_device_that_gpustream_may_have_by_its_uuid_is_not_said_to_be_miss
 
 
 def test_a_mig_device_that_gpustream_names_by_its_uuid_and_by_its_gpu_instance_is_missing_from_neither_side() -> None:
-    """As with ``--names otel,dcgm`` beside dcgm-exporter."""
-    theirs = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7")
-    by_instance = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7", job="")
-    by_uuid = otel("gpu_memory_used", 10 * MIB, gpu_mig_uuid="MIG-c")
-    of_others = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="8", job="")
+    """As with ``--names otel,dcgm`` beside dcgm-exporter, or beside an exporter that says the UUID."""
+    their_by_instance = dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID="7")
+    their_by_uuid = dcgm("dcgm_fb_used", 10, gpu="MIG-c")
+    by_instance = [dcgm("DCGM_FI_DEV_FB_USED", 10, GPU_I_ID=instance, job="") for instance in ("7", "8")]
+    by_uuid = [otel("gpu_memory_used", 10 * MIB, gpu_mig_uuid=uuid) for uuid in ("MIG-c", "MIG-d")]
 
-    assert [row.verdict for row in compare([theirs], [by_instance, by_uuid]).rows] == ["same"]
-    rows = compare([theirs], [by_instance, by_uuid, of_others]).rows
-    assert {(str(row.device), row.verdict) for row in rows} == {("GPU-a/7", "same"), ("GPU-a/8", "missing")}
+    for theirs, named, missing in [
+        (their_by_instance, "GPU-a/7", "GPU-a/8"),
+        (their_by_uuid, "MIG-c", "MIG-d"),
+    ]:
+        rows = compare([theirs], [*by_instance, *by_uuid]).rows
+        assert {(str(row.device), row.verdict) for row in rows} == {(named, "same"), (missing, "missing")}
+
+
+def test_series_of_one_name_that_have_no_sample_of_the_same_time_are_not_added_up() -> None:
+    """As of a sink that was started again with another external label."""
+    before = otel("gpu_power_draw", 200, stage="trial")
+    before = before._replace(samples=(Sample(NOW - 50.5, 200.0),))
+
+    (row,) = compare([dcgm("DCGM_FI_DEV_POWER_USAGE", 300)], [before, otel("gpu_power_draw", 100)]).rows
+
+    assert row.verdict == "value"
 
 
 def test_the_parts_of_pods_that_share_a_gpu_are_the_whole_that_another_exporter_gives_each_of_them() -> None:
