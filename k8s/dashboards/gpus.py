@@ -24,6 +24,7 @@ from k8s.dashboards.queries import (
     DEVICE,
     DIVIDED,
     GPU,
+    HOLDERS,
     MEMORY,
     NODE_MATCHERS,
     POD,
@@ -36,8 +37,8 @@ from k8s.dashboards.queries import (
     holding,
     holding_pods,
     idle_devices,
+    number_of,
     of_devices,
-    or_zero,
 )
 from topics.metric import Series
 from topics.profiles import PROFILES
@@ -68,21 +69,13 @@ FLEET_BOARD = dashboard(
     "How many GPUs there are, who holds them, and what they do.",
     [CLUSTER, NODE, IDLE],
     [
-        tile("GPUs", "Physical GPUs, those without a pod among them.", or_zero(f"count({gpus()})")),
-        tile(
-            "Held",
-            "GPUs that a pod or batch job holds, alone, shared or in a MIG device.",
-            or_zero(f"count({held_gpus()})"),
-        ),
-        tile(
-            "Shared",
-            "GPUs and MIG devices that several pods or batch jobs hold.",
-            or_zero(f"count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 1)"),
-        ),
+        tile("GPUs", "Physical GPUs, those without a pod among them.", number_of(gpus())),
+        tile("Held", "GPUs that a pod or batch job holds, alone, shared or in a MIG device.", number_of(held_gpus())),
+        tile("Shared", "GPUs and MIG devices that several pods or batch jobs hold.", number_of(f"{HOLDERS} > 1")),
         tile(
             "Held and idle",
             "GPUs and MIG devices that were held for the whole of the time chosen above, and did nothing in it.",
-            or_zero(f"count({idle_devices()})"),
+            number_of(idle_devices()),
             steps=LOOK_ABOVE_ZERO,
         ),
         tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing_alerts(), steps=BAD_ABOVE_ZERO),
@@ -93,7 +86,7 @@ FLEET_BOARD = dashboard(
             "percentunit",
             SHARE_IS_GOOD,
         ),
-        tile("Nodes", "Nodes with GPUs.", or_zero(f"count(group by ({BY_NODE}) ({gpus()}))")),
+        tile("Nodes", "Nodes with GPUs.", number_of(f"group by ({BY_NODE}) ({gpus()})")),
         tile("Memory used", "Of the memory of all GPUs.", MEMORY_SHARE, "percentunit", FULL),
         tile("Power", "What all GPUs draw.", f"sum(gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
         tile(
@@ -102,24 +95,22 @@ FLEET_BOARD = dashboard(
         tile(
             "Slowed down",
             "GPUs that heat keeps below their clocks.",
-            or_zero(
-                f'count(max by ({GPU}) (gpu_throttle_reason{{{NODE_MATCHERS},gpu_throttle_cause=~"temp_.*"}}) > 0)'
-            ),
+            number_of(f'max by ({GPU}) (gpu_throttle_reason{{{NODE_MATCHERS},gpu_throttle_cause=~"temp_.*"}}) > 0'),
             steps=BAD_ABOVE_ZERO,
         ),
         tile(
             "Not as the kubelet says",
             "Devices on which something else runs than the kubelet gave them to.",
-            or_zero(f"count(group by ({DEVICE}) (gpu_attribution_conflict{{{NODE_MATCHERS}}} == 1))"),
+            number_of(f"group by ({DEVICE}) (gpu_attribution_conflict{{{NODE_MATCHERS}}} == 1)"),
             steps=LOOK_ABOVE_ZERO,
         ),
         graph(
             "GPUs over time",
             "Physical GPUs: all, those that are held, and devices that are held and idle.",
             [
-                ("all", or_zero(f"count({gpus()})")),
-                ("held", or_zero(f"count({held_gpus()})")),
-                ("held and idle (devices)", or_zero(f"count({idle_devices()})")),
+                ("all", number_of(gpus())),
+                ("held", number_of(held_gpus())),
+                ("held and idle (devices)", number_of(idle_devices())),
             ],
         ),
         graph(
@@ -216,9 +207,9 @@ NODE_BOARD = dashboard(
     "The devices of a node, who holds them, and what they do.",
     [CLUSTER, choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}', single=True)],
     [
-        tile("GPUs", "Physical GPUs of the node.", or_zero(f"count({gpus()})")),
-        tile("Held", "GPUs that at least one pod holds.", or_zero(f"count({held_gpus()})")),
-        tile("Pods", "Pods that hold a device.", or_zero(f"count(gpu_pod_info{{{NODE_MATCHERS}}})")),
+        tile("GPUs", "Physical GPUs of the node.", number_of(gpus())),
+        tile("Held", "GPUs that at least one pod holds.", number_of(held_gpus())),
+        tile("Pods", "Pods that hold a device.", number_of(f"gpu_pod_info{{{NODE_MATCHERS}}}")),
         tile("Power", "What its GPUs draw.", f"sum(gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
         tile(
             "Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{NODE_MATCHERS}}})", "celsius", HOT
@@ -226,7 +217,7 @@ NODE_BOARD = dashboard(
         tile(
             "Alerts",
             "What the alert stream says of the node.",
-            or_zero(f"count(gpu_alert_firing{{{NODE_MATCHERS}}})"),
+            number_of(f"gpu_alert_firing{{{NODE_MATCHERS}}}"),
             steps=BAD_ABOVE_ZERO,
         ),
         table(
@@ -378,7 +369,7 @@ GPU_BOARD = dashboard(
         tile(
             "Alerts",
             "What the alert stream says of it.",
-            or_zero(f"count(gpu_alert_firing{{{THIS}}})"),
+            number_of(f"gpu_alert_firing{{{THIS}}}"),
             steps=BAD_ABOVE_ZERO,
             width=6,
         ),

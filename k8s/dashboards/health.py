@@ -23,6 +23,7 @@ from k8s.dashboards.queries import (
     counted,
     events,
     firing_alerts,
+    number_of,
     or_zero,
     own_metrics,
 )
@@ -36,7 +37,7 @@ UNCORRECTABLE = f'gpu_ecc_errors{{{NODE_MATCHERS},gpu_ecc_error_type="uncorrecta
 
 
 def count_of(metric: str) -> str:
-    return or_zero(f"count(max by ({GPU}) ({metric}) > 0)")
+    return number_of(f"max by ({GPU}) ({metric}) > 0")
 
 
 FINDINGS = {
@@ -218,11 +219,11 @@ PIPELINE_BOARD = dashboard(
     "What flows, what waits, what was late, refused or lost: the components' own metrics.",
     [choice("job", "job", "gpustream_ready"), choice("instance", "instance", 'gpustream_ready{job=~"$job"}')],
     [
-        tile("Processes", "Those that answer.", or_zero(f"count(gpustream_ready{{{OWN}}})")),
+        tile("Processes", "Those that answer.", number_of(f"gpustream_ready{{{OWN}}}")),
         tile(
             "Not ready",
             "They run and can't do their work: /readyz says why.",
-            or_zero(f"count(gpustream_ready{{{OWN}}} == 0)"),
+            number_of(f"gpustream_ready{{{OWN}}} == 0"),
             steps=BAD_ABOVE_ZERO,
         ),
         tile(

@@ -24,6 +24,9 @@ NODE_MATCHERS = f'{CLUSTER},k8s_node_name=~"$node"'
 WORKLOAD_MATCHERS = (
     'k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace",k8s_workload_name=~"$workload",k8s_pod_name!=""'
 )
+HOLDERS = f"max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}})"
+"""How many hold each device."""
+
 ACTIVITY = ("gpu_utilization", "gpu_gr_engine_active", "gpu_encode_utilization", "gpu_decode_utilization")
 """The metrics that show that a device works. No two of them have the same labels on one device."""
 VIDEO = ACTIVITY[2:]
@@ -99,7 +102,7 @@ def idle_devices() -> str:
     holders = f"gpu_holders{{{NODE_MATCHERS}}}"
     always = f"min by ({DEVICE}) (min_over_time({holders}[$idle]) or {holders}) > 0"
     since = f"max by ({DEVICE}) ({holders} offset $idle) > 0"
-    now = f"max by ({DEVICE}) ({holders}) > 0"
+    now = f"{HOLDERS} > 0"
     did = max_activity(NODE_MATCHERS, "$idle")
     return f"({did} < {IDLE_BELOW}) and ({always}) and ({since}) and ({now})"
 
@@ -166,3 +169,8 @@ def events(counter: str, by: str, window: str = "$__range") -> str:
 def or_zero(expr: str) -> str:
     """The value of an expression, or 0 if it is empty."""
     return f"({expr}) or vector(0)"
+
+
+def number_of(expr: str) -> str:
+    """How many series an expression has."""
+    return or_zero(f"count({expr})")

@@ -17,6 +17,7 @@ from k8s.dashboards.panel import (
 )
 from k8s.dashboards.queries import (
     DEVICE,
+    HOLDERS,
     MEMORY,
     NODE_MATCHERS,
     ONE_HOUR,
@@ -29,6 +30,7 @@ from k8s.dashboards.queries import (
     holding,
     idle_devices,
     idle_pods,
+    number_of,
     of_devices,
     or_zero,
 )
@@ -57,9 +59,9 @@ WORKLOADS_BOARD = dashboard(
         tile(
             "Workloads",
             "Deployments, Jobs and other owners of pods that hold a GPU.",
-            or_zero(f"count(group by ({WORKLOAD}) (gpu_pod_info{{{WORKLOAD_MATCHERS}}}))"),
+            number_of(f"group by ({WORKLOAD}) (gpu_pod_info{{{WORKLOAD_MATCHERS}}})"),
         ),
-        tile("Pods", "Pods that hold a device.", or_zero(f"count(gpu_pod_info{{{WORKLOAD_MATCHERS}}})")),
+        tile("Pods", "Pods that hold a device.", number_of(f"gpu_pod_info{{{WORKLOAD_MATCHERS}}}")),
         tile(
             "Devices",
             "GPUs and MIG devices that they hold; a shared one counts by their part.",
@@ -138,8 +140,8 @@ WORKLOADS_BOARD = dashboard(
 HERE = f'{NODE_MATCHERS},k8s_namespace_name=~"$namespace"'
 IDLE_PODS, ON_DEVICE = idle_pods(HERE), f"{DEVICE}, {POD}"
 IDLE_DEVICES = idle_devices()
-MEMORY_BLOCKED = f"{alone_or_part(*MEMORY, HERE)}"
-POWER_DRAWN = f"{alone_or_part(*POWER, HERE)}"
+MEMORY_BLOCKED = alone_or_part(*MEMORY, HERE)
+POWER_DRAWN = alone_or_part(*POWER, HERE)
 ALERTED = f'sum_over_time(gpu_alert_firing{{{HERE},alertname="GPUHeldIdle"}}[$__range:1m])'
 
 
@@ -158,25 +160,25 @@ IDLE_BOARD = dashboard(
         tile(
             "Held and idle",
             "GPUs and MIG devices that were held for the whole time and did nothing.",
-            or_zero(f"count({IDLE_DEVICES})"),
+            number_of(IDLE_DEVICES),
             steps=LOOK_ABOVE_ZERO,
         ),
         tile(
             "Of what is held",
             "The share of held devices that idle.",
-            f"({or_zero(f'count({IDLE_DEVICES})')}) / count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0)",
+            f"({number_of(IDLE_DEVICES)}) / count({HOLDERS} > 0)",
             "percentunit",
             SHARE_IS_BAD,
         ),
         tile(
             "Held by nobody",
             "GPUs and MIG devices that could be used, without GPUs that are cut into MIG devices.",
-            or_zero(f"count((max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) == 0) {NOT_CUT})"),
+            number_of(f"({HOLDERS} == 0) {NOT_CUT}"),
         ),
         tile(
             "Pods that idle",
             "Also those whose part of a shared GPU does nothing.",
-            or_zero(f"count(group by (k8s_cluster_name, k8s_node_name, {POD}) ({IDLE_PODS}))"),
+            number_of(f"group by (k8s_cluster_name, k8s_node_name, {POD}) ({IDLE_PODS})"),
             steps=LOOK_ABOVE_ZERO,
         ),
         tile(
@@ -200,10 +202,7 @@ IDLE_BOARD = dashboard(
         graph(
             "Devices",
             "GPUs and MIG devices.",
-            [
-                ("held and idle", or_zero(f"count({IDLE_DEVICES})")),
-                ("held", or_zero(f"count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0)")),
-            ],
+            [("held and idle", number_of(IDLE_DEVICES)), ("held", number_of(f"{HOLDERS} > 0"))],
         ),
         table(
             "Pods and what they block",
