@@ -329,28 +329,27 @@ async def _replay(connection: Connection, hours: Range, policy: Accounting) -> R
         ticks = await reader.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
         await history.check_retention(reader, ATTRIBUTED, ticks, hours.from_ms, before_ms=BEFORE_MS, step_ms=HOUR_MS)
         old_spans = await reader.spans(HOURS.name, hours.from_ms) | await reader.spans(MINUTES.name, hours.from_ms)
-        totals = ReplayTotals()
         with history.progress("making usage again", {**ticks, **old_spans}) as advanced:
+            writer = UsageWriter(reader, sender, hours, policy, advanced)
             for tp, span in ticks.items():
-                old_of_partition = {
-                    old_tp: old_span for old_tp, old_span in old_spans.items() if old_tp.partition == tp.partition
-                }
-                await PartitionWriter(reader, sender, hours, advanced).replay(
-                    tp, span, old_of_partition, policy, totals
-                )
-    return totals
+                old_of_partition = {old: span for old, span in old_spans.items() if old.partition == tp.partition}
+                await writer.replay(tp, span, old_of_partition)
+    return writer.totals
 
 
-class PartitionWriter:
-    """Writes the usage of a partition again."""
+class UsageWriter:
+    """Writes the usage of partitions again, one after the other."""
 
-    def __init__(self, reader: History, sender: Sender, hours: Range, advanced: Callable[[int], None]) -> None:
-        self._reader, self._writer, self._hours, self._advanced = reader, history.Writer(sender), hours, advanced
-
-    async def replay(
-        self, tp: Partition, ticks: Span, old_spans: Mapping[Partition, Span], policy: Accounting, totals: ReplayTotals
+    def __init__(
+        self, reader: History, sender: Sender, hours: Range, policy: Accounting, advanced: Callable[[int], None]
     ) -> None:
-        """Writes the usage of its nodes, and zeros under keys that only the old records have."""
+        self._reader, self._writer, self._hours, self._policy = reader, history.Writer(sender), hours, policy
+        self._advanced = advanced
+        self.totals = ReplayTotals()
+
+    async def replay(self, tp: Partition, ticks: Span, old_spans: Mapping[Partition, Span]) -> None:
+        """Writes the usage of a partition's nodes, and zeros under keys that only the old records have."""
+        totals = self.totals
         generation, observed_ms = 1, dict[NodeName, int]()
         async for records in self._reader.records(old_spans, self._advanced):
             for _, head in history.decoded(records, _decode_head):
@@ -360,7 +359,7 @@ class PartitionWriter:
                 if head.end_ms - head.start_ms == MINUTE_MS and head.category != "unobserved" and head.device_ms:
                     node = (head.cluster, head.node)
                     observed_ms[node] = min(head.start_ms, observed_ms.get(node, head.start_ms))
-        nodes = PartitionReplay(self._hours, policy._replace(generation=generation), observed_ms)
+        nodes = PartitionReplay(self._hours, self._policy._replace(generation=generation), observed_ms)
         written = WrittenKeys(self._hours, generation)
 
         async def write(final: Sequence[Usage]) -> None:
