@@ -234,15 +234,16 @@ def progress(title: str, spans: Mapping[Partition, Span]) -> Iterator[Callable[[
 
 @contextlib.asynccontextmanager
 async def opened(
-    connection: Connection, topics: Sequence[str], *, without: Collection[Partition] = ()
+    connection: Connection, topics: Sequence[str], *, without: Collection[Partition] = (), fetch_wait_ms: int = _WAIT_MS
 ) -> AsyncIterator[History]:
-    """A connection that reads these topics, ``without`` some partitions. Raises BrokerError if a topic is missing."""
+    """A connection that reads these topics, ``without`` some partitions. ``fetch_wait_ms``: how long a broker may wait
+    for records before it answers that there are none. Raises BrokerError if a topic is missing."""
     descriptions, _ = await topic_admin.inspect(connection, topics)
     if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in descriptions]:
         command = topic_admin.command(connection)
         raise BrokerError(f"there is no topic {missing[0]} at {connection}: `{command}` makes it")
-    options = {"auto_offset_reset": "earliest", "max_poll_records": None, "metadata_max_age_ms": _METADATA_MS}
-    consumer = await connect_consumer(connection, **options)
+    options = {"max_poll_records": None, "metadata_max_age_ms": _METADATA_MS, "fetch_max_wait_ms": fetch_wait_ms}
+    consumer = await connect_consumer(connection, auto_offset_reset="earliest", **options)
     try:
         partitions = {connection.unprefixed(name): description.partitions for name, description in descriptions.items()}
         kept_ms = {

@@ -7,6 +7,7 @@ On failure: the first component that fails ends the run, and its error is raised
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from delivery import clients
 from delivery.connection import Connection
+from delivery.ledger import Partition
 from delivery.tasks import set_within
+from gpustream.history import Span, opened
 from gpustream.serve import Component
 from gpustream.ticks import Tick, decode_tick
 from topics import alerts, attributed, dead_letters
@@ -36,7 +38,6 @@ PATIENCE_S = 30.0
 _CLOSE_S = 1.0
 _CHECK_EVERY_S = 0.1
 
-_FETCH_BYTES = 8 * 1024 * 1024
 _FETCH_WAIT_MS = 100  # the embedded broker answers an empty fetch only when this is over, whatever arrives meanwhile
 _LETTER_HEADERS = ("topic", "partition", "offset", "stage")
 
@@ -58,53 +59,42 @@ class Tail:
     ) -> None:
         self._connection = connection
         self._on_tick, self._on_alert, self._on_letter = on_tick, on_alert, on_letter
-        self._consumer: Any = None
+        self._opened, self._read = contextlib.AsyncExitStack(), dict[Partition, Span]()
 
     async def start(self) -> None:
-        """Connects, and returns when it is positioned in every partition. Raises aiokafka's errors."""
-        self._consumer = clients.consumer(
-            self._connection,
-            *[self._connection.prefixed(module.TOPIC.name) for module in (attributed, alerts, dead_letters)],
-            auto_offset_reset="earliest",
-            fetch_max_wait_ms=_FETCH_WAIT_MS,
-            fetch_max_bytes=_FETCH_BYTES,
-            max_partition_fetch_bytes=_FETCH_BYTES,
+        """Connects, and returns when it knows where to begin in every partition. Raises BrokerError or KafkaError."""
+        topics = [module.TOPIC.name for module in (attributed, alerts, dead_letters)]
+        self._reader = await self._opened.enter_async_context(
+            opened(self._connection, topics, fetch_wait_ms=_FETCH_WAIT_MS)
         )
-        await self._consumer.start()
-        partitions = self._consumer.assignment()
-        self._consumer.unsubscribe()  # with a topic that is deleted and created again, its partitions would go
-        self._consumer.assign(list(partitions))
-        from_beginning = [
-            tp for tp in partitions if clients.from_kafka(self._connection, tp).topic == alerts.TOPIC.name
-        ]
-        await self._consumer.seek_to_end(*(partitions - set(from_beginning)))
-        await self._consumer.seek_to_beginning(*from_beginning)
-        for partition in partitions:
-            await self._consumer.position(partition)
+        for topic in topics:
+            spans = await self._reader.spans(topic)
+            if topic == alerts.TOPIC.name:
+                spans = {tp: Span(start, start) for tp, (start, _) in spans.items()}
+            self._read |= spans
 
     async def run(self) -> None:
         """Reads for ever; cancel it to stop."""
-        while True:
-            for tp, records in (await self._consumer.getmany(timeout_ms=1000)).items():
-                topic = clients.from_kafka(self._connection, tp).topic
-                for record in records:
-                    if topic == alerts.TOPIC.name:
-                        self._on_alert(record)
-                    elif topic == dead_letters.TOPIC.name:
-                        headers = dict(record.headers)
-                        if dead_letters.RESUBMITTED not in headers:
-                            self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
+        async for records in self._reader.after(self._read):
+            for record in records:
+                topic = self._connection.unprefixed(record.topic)
+                if topic == alerts.TOPIC.name:
+                    self._on_alert(record)
+                elif topic == dead_letters.TOPIC.name:
+                    headers = dict(record.headers)
+                    if dead_letters.RESUBMITTED not in headers:
+                        self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
+                else:
+                    try:
+                        tick = decode_tick(record.value or b"")
+                    except msgspec.DecodeError as error:
+                        at = {"partition": record.partition, "offset": record.offset}
+                        log.warning("not a tick: %s", error, extra=at)
                     else:
-                        try:
-                            tick = decode_tick(record.value or b"")
-                        except msgspec.DecodeError as error:
-                            at = {"partition": record.partition, "offset": record.offset}
-                            log.warning("not a tick: %s", error, extra=at)
-                        else:
-                            self._on_tick(tick)
+                        self._on_tick(tick)
 
     async def stop(self) -> None:
-        await clients.close(self._consumer)
+        await self._opened.aclose()
 
 
 class Producer(Component, Protocol):
