@@ -33,7 +33,7 @@ from gpustream.output import answer
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range
 from streams.settings import UsageSettings
-from streams.usage.bookkeeper import AHEAD_MS, Bookkeeper
+from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import FIELDS, FINAL_AFTER_MS, Accounting, Books
 from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
@@ -196,61 +196,20 @@ class ReplayTotals:
     generation: int = 0
 
 
-class UsageReplay:
-    """Recorded ticks of any number of nodes, in the order of their log: what the stream should have written.
-
-    It returns final records of a higher generation, for whole hours only. An hour comes with its minutes, if it began
-    at least a minute after ``from_ms``, the log time of the first record. The nodes' own ticks close windows, and at
-    the end the log does. So late ticks are booked.
-    """
-
-    def __init__(self, policy: Accounting, from_ms: int) -> None:
-        self._policy = policy._replace(live=False)
-        self._first_ms = -(-(from_ms + AHEAD_MS) // HOUR_MS) * HOUR_MS
-        self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
-        self._logged_ms = 0
-
-    def add(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
-        """The records to write after a tick. Raises msgspec.DecodeError if its labels or workload are malformed."""
-        node = (tick.cluster, tick.node)
-        if node not in self._nodes:
-            books = Books(schema=1, cluster=tick.cluster, node=tick.node)
-            self._nodes[node] = Bookkeeper(books, self._policy), []
-        self._logged_ms = max(self._logged_ms, logged_ms)
-        bookkeeper, minutes = self._nodes[node]
-        return self._whole_hours(minutes, bookkeeper.book(tick, logged_ms).records)
-
-    def end(self, log_ms: int = 0) -> list[Usage]:
-        """The records to write at the end of the log, which may be later than its last record."""
-        records_due: list[Usage] = []
-        for bookkeeper, minutes in self._nodes.values():
-            records_due += self._whole_hours(minutes, bookkeeper.close_silent(max(self._logged_ms, log_ms)))
-        return records_due
-
-    def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:
-        """The hours that are final now, each after its minutes, which were kept back in ``minutes`` until then."""
-        records_due: list[Usage] = []
-        for record in records:
-            if not record.final or record.start_ms < self._first_ms:
-                continue
-            if record.end_ms - record.start_ms == MINUTE_MS:
-                minutes.append(record)
-                continue
-            records_due += [minute for minute in minutes if minute.end_ms <= record.end_ms]
-            minutes[:] = [minute for minute in minutes if minute.end_ms > record.end_ms]
-            records_due.append(record)
-        return records_due
-
-
 class PartitionReplay:
-    """The usage of one partition's nodes in some hours, made again. Pure. Ticks that were too late are booked.
+    """What the stream should have written of one partition's nodes in some hours. Pure.
+
+    It returns final records only, each hour after its minutes. The nodes' own ticks close windows, and at the end the
+    log does. So ticks that were too late are booked.
 
     ``observed_ms``: since when each node has time in these hours that is not unobserved, as it was booked before. If
     its ticks begin long after it, the hours until then are ``partial``, and are not made again.
     """
 
     def __init__(self, hours: Range, policy: Accounting, observed_ms: Mapping[NodeName, int] | None = None) -> None:
-        self._hours, self._replay = hours, UsageReplay(policy, hours.from_ms - BEFORE_MS)
+        self._hours, self._policy = hours, policy._replace(live=False)
+        self._nodes: dict[NodeName, tuple[Bookkeeper, list[Usage]]] = {}
+        self._logged_ms = 0
         self._observed_ms, self._begins = observed_ms or {}, dict[NodeName, tuple[int, int]]()
         self.partial: set[tuple[NodeName, int]] = set()
         self.nodes: set[bytes | None] = set()
@@ -262,26 +221,50 @@ class PartitionReplay:
         for record in records:
             try:
                 tick = decode_tick(record.value or b"")
-                logged_ms = record.timestamp if tick.logged_ms is None else tick.logged_ms
-                final += self._replay.add(tick, logged_ms)
+                final += self.book(tick, record.timestamp if tick.logged_ms is None else tick.logged_ms)
             except msgspec.DecodeError:
                 self.malformed += 1  # the stream has written its dead letter
             else:
                 self.ticks += 1
                 self.nodes.add(record.key)
-                first_ms = min(tick.ts_ms, logged_ms)  # it stands for up to three intervals
-                since_ms = first_ms - silent_after_ms(tick.interval_ms, MINUTE_MS)
-                self._begins.setdefault((tick.cluster, tick.node), (since_ms, first_ms))
-        return list(filter(self._is_due, final))
+        return final
+
+    def book(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
+        """The usage that a tick makes final. Raises msgspec.DecodeError if its labels or workload are malformed."""
+        node = (tick.cluster, tick.node)
+        if node not in self._nodes:
+            books = Books(schema=1, cluster=tick.cluster, node=tick.node)
+            self._nodes[node] = Bookkeeper(books, self._policy), []
+        self._logged_ms = max(self._logged_ms, logged_ms)
+        bookkeeper, minutes = self._nodes[node]
+        records = bookkeeper.book(tick, logged_ms).records
+        first_ms = min(tick.ts_ms, logged_ms)  # it stands for up to three intervals
+        self._begins.setdefault(node, (first_ms - silent_after_ms(tick.interval_ms, MINUTE_MS), first_ms))
+        return self._whole_hours(minutes, records)
 
     def end(self, log_ms: int) -> list[Usage]:
-        """The usage that is final because its node was silent until this log time."""
-        return list(filter(self._is_due, self._replay.end(log_ms)))
+        """The usage that is final because its node was silent until this log time, or until the last tick's."""
+        final: list[Usage] = []
+        for bookkeeper, minutes in self._nodes.values():
+            final += self._whole_hours(minutes, bookkeeper.close_silent(max(self._logged_ms, log_ms)))
+        return final
 
-    def _is_due(self, record: Usage) -> bool:
-        """Whether a record is of these hours, and its node's ticks are all there."""
-        if not _contains(self._hours, record):
-            return False
+    def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:
+        """The hours that are final now, each after its minutes, which were kept back in ``minutes`` until then."""
+        due: list[Usage] = []
+        for record in records:
+            if not record.final or not _contains(self._hours, record):
+                continue
+            if record.end_ms - record.start_ms == MINUTE_MS:
+                minutes.append(record)
+                continue
+            due += [minute for minute in minutes if minute.end_ms <= record.end_ms]
+            minutes[:] = [minute for minute in minutes if minute.end_ms > record.end_ms]
+            due.append(record)
+        return list(filter(self._is_complete, due))
+
+    def _is_complete(self, record: Usage) -> bool:
+        """Whether the ticks of a record's node are all there."""
         node, hour_ms = (record.cluster, record.node), record.start_ms // HOUR_MS * HOUR_MS
         since_ms, first_ms = self._begins[node]
         if hour_ms >= first_ms or self._observed_ms.get(node, first_ms) + MINUTE_MS >= since_ms:

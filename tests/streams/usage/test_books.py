@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpustream.replay import UsageReplay
+from gpustream.replay import PartitionReplay
+from gpustream.usage.read import Range
 from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.tick import CountedTick
@@ -14,6 +15,7 @@ from streams.usage.tick import decode as decode_tick
 from tests.growth import kept
 from tests.streams.usage.made import START_MS, BookkeeperHarness, gpu, holder, mig, tick
 from topics.attributed import Workload
+from topics.times import MAX_TIME_MS
 from topics.usage import HOUR_MS, MINUTE_MS
 
 A = holder("a")
@@ -364,9 +366,9 @@ def test_a_tick_that_comes_after_its_window_was_closed_is_booked_by_a_replay_onl
 
 
 def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
-    replay = UsageReplay(Accounting(generation=3), START_MS - 30_000)
+    replay = PartitionReplay(Range(START_MS + HOUR_MS, START_MS + 3 * HOUR_MS), Accounting(generation=3))
     ticks = seconds(0, 3 * 3600, gpu("GPU-a", A), step=2)
-    records = [row for counted_tick in ticks for row in replay.add(counted_tick, counted_tick.ts_ms)] + replay.end()
+    records = [row for counted_tick in ticks for row in replay.book(counted_tick, counted_tick.ts_ms)] + replay.end(0)
     assert {row.start_ms // HOUR_MS * HOUR_MS - START_MS for row in records} == {HOUR_MS}
     assert [row.end_ms - row.start_ms for row in records].count(MINUTE_MS) == 60
     assert {(row.generation, row.final) for row in records} == {(3, True)}
@@ -379,8 +381,8 @@ def test_a_replay_divides_energy_that_was_drawn_in_a_silence_as_it_was_live(away
         for second in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
     ]
     harness = BookkeeperHarness().play(*ticks)
-    replay = UsageReplay(Accounting(generation=1), START_MS - HOUR_MS)
-    records = [row for counted_tick in ticks for row in replay.add(counted_tick, counted_tick.ts_ms)]
+    replay = PartitionReplay(Range(START_MS, MAX_TIME_MS), Accounting(generation=1))
+    records = [row for counted_tick in ticks for row in replay.book(counted_tick, counted_tick.ts_ms)]
     energy_by_window = {(row.end_ms, *row.key): row.energy_mj for row in records}
     live = {(row.end_ms, *row.key): row.energy_mj for row in harness.written if row.final}
     assert len(energy_by_window) > 60

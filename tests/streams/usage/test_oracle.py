@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.replay import UsageReplay
+from gpustream.replay import PartitionReplay
+from gpustream.usage.read import Range
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.measure import divide
 from tests.streams.usage.made import START_MS, BookkeeperHarness, Json, holder, mig, tick
 from tests.usage_sums import FIELDS, UsageSums
+from topics.times import MAX_TIME_MS
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
 
@@ -166,8 +168,8 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
 @given(steps)
 def test_a_replay_gives_the_same_records_but_for_the_generation(story: list[Step]) -> None:
     ticks = records_of(story)
-    replay = UsageReplay(Accounting(generation=7), START_MS - HOUR_MS)
-    rows = [row for counted_tick in ticks for row in replay.add(counted_tick, counted_tick.ts_ms)] + replay.end()
+    replay = PartitionReplay(Range(START_MS, MAX_TIME_MS), Accounting(generation=7))
+    rows = [row for counted_tick in ticks for row in replay.book(counted_tick, counted_tick.ts_ms)] + replay.end(0)
     live = {_named(row): row for row in BookkeeperHarness().play(*ticks).records.values() if row.final}
     booked = {_named(row): msgspec.structs.replace(row, generation=0) for row in rows}
     assert booked == live
