@@ -286,16 +286,14 @@ class Fleet:
         self._arrivals: deque[tuple[float, float]] = deque()
         self._newest_s = float("-inf")
 
-    def observe(self, tick: Tick, at_s: float, wall_ms: int) -> bool:
+    def observe(self, tick: Tick, at_s: float, wall_ms: int) -> None:
         """Updates the fleet from a tick that arrived at ``at_s`` (monotonic clock), which is ``wall_ms`` (wall clock).
-
-        Returns False if the tick is a replay, which changes nothing.
-        """
+        A replay changes nothing."""
         node = self.nodes.get((tick.cluster, tick.node))
         if node is None:
             node = self.nodes[tick.cluster, tick.node] = Node(tick.cluster, tick.node)
         if replays.verdict(node.last, tick) == "replay":
-            return False
+            return
         node.at_s, node.interval_ms, node.last = at_s, tick.interval_ms, replays.after(node.last, tick)
         node.zone = tick.node_labels.get("topology.kubernetes.io/zone", "")
         unwell = {entry.device_id for entry in tick.unwell}
@@ -317,7 +315,6 @@ class Fleet:
             self._arrivals.append((at_s, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
         while self._arrivals and self._newest_s - self._arrivals[0][0] > _RATE_S:
             self._arrivals.popleft()
-        return True
 
     def age(self, now_s: float) -> None:
         """Marks nodes that have become silent, and forgets those silent for long. Call it before you read."""

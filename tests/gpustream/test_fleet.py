@@ -360,9 +360,11 @@ def test_a_reading_of_a_node_that_is_seldom_read_stands_for_the_time_since_the_l
 def test_a_replay_is_left_out() -> None:
     fleet = fleet_of(tick(gpu("a"), seq=2))
 
-    assert not fleet.observe(tick(gpu("a"), seq=2), 1.0, 0)
-    assert not fleet.observe(tick(gpu("a"), seq=1, ts_ms=1000, run_id=0), 1.0, 0)
-    assert fleet.observe(tick(gpu("a"), seq=1, ts_ms=3000, run_id=3, offset=3), 1.0, 0)
+    fleet.observe(tick(gpu("a"), seq=2), 1.0, 0)
+    fleet.observe(tick(gpu("a"), seq=1, ts_ms=1000, run_id=0), 1.0, 0)
+    assert fleet.flow().ticks == 1
+    fleet.observe(tick(gpu("a"), seq=1, ts_ms=3000, run_id=3, offset=3), 1.0, 0)
+    assert fleet.flow().ticks == 2
 
 
 def test_a_device_that_a_tick_lacks_is_forgotten() -> None:
