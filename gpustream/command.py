@@ -26,9 +26,8 @@ from delivery.connection import Connection
 from delivery.settings import LISTEN, ComponentSpec, ConnectionSettings, Field, Text
 from delivery.values import Address
 
-F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S")
-Decorator = Callable[[F], F]
+Decorator = Callable[[Any], Any]
 
 _ERRORS = "gpustream.errors"
 _INVALID = "gpustream.invalid"
@@ -213,18 +212,18 @@ def envvar(option_name: str) -> str:
     return _VARIABLE + option_name.lstrip("-").replace("-", "_").upper()
 
 
-def option(name: str, *declarations: str, **attributes: Any) -> Decorator[Any]:
+def option(name: str, *declarations: str, **attributes: Any) -> Decorator:
     """A click option with its environment variable, both shown in the help with the default."""
     attributes.setdefault("show_default", attributes.get("default") is not None)
     return click.option(name, *declarations, cls=Option, envvar=envvar(name), show_envvar=True, **attributes)
 
 
-def combined(*decorators: Decorator[Any]) -> Decorator[Any]:
+def combined(*decorators: Decorator) -> Decorator:
     """Several options as one decorator, in the order of the help."""
     return lambda function: functools.reduce(lambda decorated, add: add(decorated), reversed(decorators), function)
 
 
-def options(*records: type[Any], only: Sequence[str] = ()) -> Decorator[Any]:
+def options(*records: type[Any], only: Sequence[str] = ()) -> Decorator:
     """Adds the options of these records, each once, in the order of the help; if ``only`` names fields, only theirs.
 
     A default is given to click as it would be typed, so that help and docs can show it.
@@ -234,7 +233,7 @@ def options(*records: type[Any], only: Sequence[str] = ()) -> Decorator[Any]:
         if not only or field.name in only:
             fields_by_option.setdefault(field.option.name, field)
 
-    def decorate(function: F) -> F:
+    def decorate(function: Any) -> Any:
         for field in reversed(fields_by_option.values()):
             attributes: dict[str, Any] = {"help": field.option.help, "multiple": field.option.repeatable}
             attributes |= {"is_flag": True} if field.is_flag else {"type": field.type}
@@ -289,10 +288,10 @@ def _connecting(function: Callable[..., Any]) -> Any:
     return options(ConnectionSettings)(with_connection)
 
 
-KAFKA: Decorator[Any] = _connecting
+KAFKA: Decorator = _connecting
 
 
-def logged(level: int = logging.INFO) -> Decorator[Any]:
+def logged(level: int = logging.INFO) -> Decorator:
     """Adds the option ``--log-format``, and sets up logging in that format before the command runs."""
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -311,7 +310,7 @@ def logged(level: int = logging.INFO) -> Decorator[Any]:
 LOG_FORMAT = logged()
 
 
-def output_format(*names: str, help: str) -> Decorator[Any]:  # noqa: A002 - as in click
+def output_format(*names: str, help: str) -> Decorator:  # noqa: A002 - as in click
     """The option ``--format``, which the command gets as ``form``. The first name is the default."""
     return option("--format", "form", type=click.Choice(names), default=names[0], help=help)
 

@@ -99,7 +99,7 @@ def _whole_minutes(text: str) -> float:
     return seconds
 
 
-def time_options(default: str) -> Decorator[Any]:
+def time_options(default: str) -> Decorator:
     """The options of a time range: ``since_s``, ``first`` and ``last``. ``default``: its length if none is given."""
     return combined(
         option(
