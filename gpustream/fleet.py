@@ -76,23 +76,23 @@ class Tenure(NamedTuple):
 class RecentMeans:
     """Each of :data:`METRICS` as a ring of ``slots`` means over ``slot_ms`` each; NaN if nothing was measured."""
 
-    __slots__ = ("_counts", "_rings", "_slot", "_slot_ms")
+    __slots__ = ("_counts", "_rings", "_slot", "slot_ms")
 
     def __init__(self, slot_ms: int, slots: int) -> None:
-        self._slot_ms, self._slot, self._counts = slot_ms, -1, array("I", [0]) * len(METRICS)
+        self.slot_ms, self._slot, self._counts = slot_ms, -1, array("I", [0]) * len(METRICS)
         self._rings = tuple(array("f", [math.nan]) * slots for _ in METRICS)
 
     def add(self, ts_ms: int, values: tuple[float | None, ...], interval_ms: int | None = None) -> None:
         """Adds the values of :data:`METRICS` at a time. Values older than the last slot are left out. Those of a node
         that is read less often than once a slot also stand for the time since its last tick."""
-        slot = ts_ms // self._slot_ms
+        slot = ts_ms // self.slot_ms
         slots = len(self._rings[0])
         if self._slot - slot >= slots:  # the node's clock was set back: what is here is of a time that is to come
             self._slot = slot - slots
         if slot < self._slot:
             return
         if slot > self._slot:
-            is_gap = self._slot < 0 or (slot - self._slot) * self._slot_ms > silent_after_ms(interval_ms, 0)
+            is_gap = self._slot < 0 or (slot - self._slot) * self.slot_ms > silent_after_ms(interval_ms, 0)
             for ring, value in zip(self._rings, values, strict=True):
                 for missed in range(max(self._slot + 1, slot - slots + 1), slot):
                     ring[missed % slots] = math.nan if is_gap or value is None else value
@@ -108,7 +108,7 @@ class RecentMeans:
     def of(self, metric: str, now_ms: int) -> list[float | None]:
         """The means of a metric up to ``now_ms``, the oldest first; None if nothing was measured."""
         ring = self._rings[METRICS.index(metric)]
-        last, slots = now_ms // self._slot_ms, len(ring)
+        last, slots = now_ms // self.slot_ms, len(ring)
         slot_numbers = range(last - slots + 1, last + 1)
         values = [
             ring[number % slots] if self._slot - slots < number <= self._slot else math.nan for number in slot_numbers
@@ -116,9 +116,13 @@ class RecentMeans:
         return [None if math.isnan(value) else value for value in values]
 
     @property
+    def slots(self) -> int:
+        return len(self._rings[0])
+
+    @property
     def span_ms(self) -> int:
         """The time that all slots cover together."""
-        return self._slot_ms * len(self._rings[0])
+        return self.slot_ms * self.slots
 
 
 class Device:

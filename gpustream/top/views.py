@@ -109,10 +109,9 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
         ("heat", "temperature_celsius", device.temperature_celsius, 100.0, draw.HEAT, lambda v: f"{v:.0f} °C"),
     )
     until_ms = max(now.ms, device.ts_ms)
-    columns = max(8, min(len(device.history.of("used_ratio", until_ms)), width - 31))
+    columns = max(8, min(device.history.slots, width - 31))
     rows = 1 if height < 30 else 3
-    span = ago(device.history.span_ms * columns / len(device.history.of("used_ratio", until_ms)))
-    lines += [[], [(f"the last {span}", "bold")]]
+    lines += [[], [(f"the last {ago(device.history.slot_ms * columns)}", "bold")]]
     for name, metric, value, maximum, style, text_for in metrics:
         values = device.history.of(metric, until_ms)[-columns:]
         measured = [value for value in values if value is not None]
@@ -129,7 +128,7 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
 def _holder_lines(device: Device, until_ms: int, columns: int) -> list[Line]:
     """Who held a device when, under the sparklines: a line for each pod, the last one first. Then who holds it now.
     Those of a GPU that is cut are those of its MIG devices, and who held it before."""
-    slot_ms = device.history.span_ms // len(device.history.of("used_ratio", until_ms))
+    slot_ms = device.history.slot_ms
     first = until_ms // slot_ms - columns + 1
     spans: dict[str, list[str]] = {}
     profiles = [(part, f"{part.mig} ") for part in device.parts] + [(device, "")]
@@ -158,9 +157,8 @@ def _holder_lines(device: Device, until_ms: int, columns: int) -> list[Line]:
         lines.append([(f"  {profile}{holder.name}  ", ""), (" · ".join(filter(None, facts)), "dim")])
     if device.processes:
         pids = ", ".join(str(process.pid) for process in device.processes[:8])
-        lines.append(
-            [(f"  {counted(len(device.processes), 'process')}: {pids}".replace("processs", "processes"), "dim")]
-        )
+        noun = "process" if len(device.processes) == 1 else "processes"
+        lines.append([(f"  {len(device.processes)} {noun}: {pids}", "dim")])
     return lines
 
 
