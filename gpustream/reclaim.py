@@ -9,6 +9,7 @@ On failure: a sentence and exit code 1. If somebody changed the object since, no
 import getpass
 import logging
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -61,8 +62,7 @@ def reclaim() -> None:
 @LOG_FORMAT
 def list_(connection: Connection, namespace: str | None, form: Literal["table", "json"]) -> None:
     """List what is planned, would be done, was done, refused or undone: the last word on each action."""
-    actions_by_id = answer(_actions(connection))
-    rows = sorted(actions_by_id.values(), key=lambda action: (action.at, action.id))
+    rows = sorted(map(that_counts, answer(_actions(connection)).values()), key=lambda action: (action.at, action.id))
     rows = [action for action in rows if namespace in (None, action.namespace)]
     if form == "json":
         json_lines(rows)
@@ -101,28 +101,32 @@ class NotUndone(BrokerError):
     """It can't be undone; the message says why."""
 
 
-async def _actions(connection: Connection, *, begun: bool = False) -> dict[str, Action]:
-    """The record that counts of each action, by its id: the last one, but nothing after an end except ``undone``.
-    ``begun``: the last by which it was begun or done, whatever was decided later."""
-    actions_by_id: dict[str, Action] = {}
+async def _actions(connection: Connection) -> dict[str, list[Action]]:
+    """The records of each action, by its id."""
+    actions_by_id: dict[str, list[Action]] = {}
     async with history.opened(connection, [actions.TOPIC.name]) as reader:
         async for records in reader.records(await reader.spans(actions.TOPIC.name)):
             for _, action in history.decoded(records, _decode, log):
-                if begun and action.state not in ("intended", *OVER):
-                    continue
-                previous = actions_by_id.get(action.id)
-                if previous is None or previous.state not in OVER or action.state == "undone":
-                    actions_by_id[action.id] = action
+                actions_by_id.setdefault(action.id, []).append(action)
     return actions_by_id
+
+
+def that_counts(records: Sequence[Action]) -> Action:
+    """Of the records of an action the one that counts: the last one, but nothing after an end except ``undone``."""
+    counting = records[0]
+    for action in records[1:]:
+        if counting.state not in OVER or action.state == "undone":
+            counting = action
+    return counting
 
 
 async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None) -> str:
     """Undoes an action, and returns a sentence about it. Raises BrokerError."""
-    action = (await _actions(connection)).get(action_id)
-    if action is None:
+    records = (await _actions(connection)).get(action_id)
+    if records is None:
         raise NotUndone(f"there is no action {action_id} in {connection.prefixed(actions.TOPIC.name)}")
-    if action.state not in OVER:  # the API server may have done it after the request was given up
-        action = (await _actions(connection, begun=True)).get(action_id, action)
+    # the API server may have done it after the request was given up, whatever was decided later
+    action = that_counts([action for action in records if action.state in ("intended", *OVER)] or records)
     if action.state not in ("done", "intended"):
         raise NotUndone(f"action {action_id} is {action.state}: there is nothing to undo")
     api = Client(kubeconfig)
