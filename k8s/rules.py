@@ -51,7 +51,7 @@ LEVELS = {
 """For each level, the series that are summed, and the labels to sum by."""
 
 
-def counted(noun: str) -> str:
+def how_many(noun: str) -> str:
     """The template of how many there are: ``1 record``, ``2 records``. An increase is seldom a whole number."""
     return f'{{{{ printf "%.0f" $value }}}} {noun}{{{{ if ge $value 1.5 }}}}s{{{{ end }}}}'
 
@@ -251,13 +251,13 @@ PIPELINE_ALERTS = (
     Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", f"{PROCESS}, reason"),
           "critical",
           f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
-          counted("tick") + " in 5 minutes never reached Kafka: lost. For buffer_full and buffer_age"
+          how_many("tick") + " in 5 minutes never reached Kafka: lost. For buffer_full and buffer_age"
           " see whether Kafka is there, or give --buffer more."),
     Alert("GpustreamRecordsExpired",
           "\nor ".join(map(_increases, [*own_metrics("lost_offsets_total"), *own_metrics("records_expired_total")])),
           "critical",
           f"{ITS}: Kafka deleted records before they were read",
-          counted("record") + " in 5 minutes: lost to it. It was behind by more than the topic keeps."),
+          how_many("record") + " in 5 minutes: lost to it. It was behind by more than the topic keeps."),
     _behind("GpustreamAttributionBehind", 'gpustream_attribution_lag_records{topic="gpu.samples"}',
             "gpustream_attribution_ticks_total",
             "is more than a minute behind", "{{ $value | humanize }} ticks wait in gpu.samples. " + KEPT),
@@ -292,11 +292,11 @@ PIPELINE_ALERTS = (
     Alert("GpustreamSeriesCollide",
           "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in own_metrics("samples_withheld_total")),
           "warning",
-          f"{ITS} leaves out {counted('sample')} because of labels",
+          f"{ITS} leaves out {how_many('sample')} because of labels",
           "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series"
           " a label that tells it apart.", "10m"),
     Alert("GpustreamMisplacedNodes", "\nor ".join(map(_increases, own_metrics("misplaced_nodes_total"))), "warning",
-          f"{ITS} reads {counted('node')} from a wrong partition",
+          f"{ITS} reads {how_many('node')} from a wrong partition",
           "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
           " attributed without their snapshots."),
     Alert("GpustreamTicksMissed", f"""
@@ -307,7 +307,7 @@ PIPELINE_ALERTS = (
           f"{PER_SECOND} readings a second never took place: the node has no CPU for it, or NVML is slow.",
           "10m"),
     Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, own_metrics("records_dead_lettered_total"))), "warning",
-          f"{ITS} could not use {counted('record')}",
+          f"{ITS} could not use {how_many('record')}",
           "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers."),
     Alert("GpustreamLateAttribution", f"""
           sum by ({JOB}) (rate(gpustream_attribution_ticks_total{{attribution="late"}}[10m]))
