@@ -123,11 +123,7 @@ def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvide
                 "look at /readyz of any producer",
             )
         ]
-    buffered = sum(
-        value
-        for component in situation.components
-        for value in component.sums("gpustream_producer_ticks_held").values()
-    )
+    buffered = sum(situation.sums("gpustream_producer_ticks_held").values())
     buffered_note = f"; those that were asked hold {counted(int(buffered), 'tick')}" if buffered else ""
     return [
         Finding(
@@ -155,10 +151,7 @@ def _gap_finding(
     delays_ms = [run.delays_after_gaps[first] for first, _ in gaps if first in run.delays_after_gaps]
     buffered_ms = max((delay_ms - run.min_delay_ms for delay_ms in delays_ms), default=0)
     shown_by = f"run {run_id}, seq {_format_ranges(gaps, 'gaps')}; {len(run.seqs)} others came"
-    dropped: dict[str, float] = {}
-    for component in situation.components:
-        for (_, reason), value in component.sums("gpustream_producer_ticks_dropped_total").items():
-            dropped[reason] = dropped.get(reason, 0) + value
+    dropped = situation.sums("gpustream_producer_ticks_dropped_total")
     drops = ", ".join(f"{value:.0f} ({reason})" for reason, value in sorted(dropped.items()))
     if drops:
         shown_by += f"; producers that were asked have dropped {drops}"

@@ -208,6 +208,14 @@ class Situation(NamedTuple):
         """How long ago a time was, as text."""
         return f"{duration_words(max(0, self.now_ms - at_ms))} ago"
 
+    def sums(self, metric: str) -> dict[str, float]:
+        """The sums of a metric over the components that were asked, by reason."""
+        sums: dict[str, float] = {}
+        for component in self.components:
+            for (_, reason), value in component.sums(metric).items():
+                sums[reason] = sums.get(reason, 0) + value
+        return sums
+
     def hides(self, topic: Topic, partition: int) -> bool:
         """Whether a transaction hides the newest records of a partition."""
         return Partition(topic.name, partition) in self.open_transactions
