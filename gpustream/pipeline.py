@@ -74,7 +74,7 @@ class Tail:
             self._read |= spans
 
     async def run(self) -> None:
-        """Reads for ever; cancel it to stop."""
+        """Reads for ever; cancel it to stop. Raises BrokerError if a topic has got other partitions."""
         async for records in self._reader.after(self._read):
             for record in records:
                 topic = self._connection.unprefixed(record.topic)
