@@ -153,19 +153,22 @@ def csv_lines(rows: Iterable[Sequence[object]]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[TextIO]:
-    """Opens a file for writing that appears only when it is complete. Raises OSError.
+    """Opens a file for writing that appears only when it is complete. One that can't be written ends the command.
 
     A device or a pipe, such as /dev/stdout, is written to as it is: another file must not take its place.
     """
-    if file.exists() and not file.is_file():
-        with file.open("w", encoding="utf-8", newline="") as out:
-            yield out
-        return
-    file = file.resolve()
-    temporary = file.with_name(f".{file.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as out:
-            yield out
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+        if file.exists() and not file.is_file():
+            with file.open("w", encoding="utf-8", newline="") as out:
+                yield out
+            return
+        target = file.resolve()
+        temporary = target.with_name(f".{target.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8", newline="") as out:
+                yield out
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise failed(f"{file}: it can't be written: {error}") from error

@@ -71,11 +71,8 @@ def report(
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
-        with written(output) as file:
-            file.write(text)
-    except OSError as error:
-        raise failed(f"{output}: it can't be written: {error}") from error
+    with written(output) as file:
+        file.write(text)
 
 
 async def _build_report(

@@ -269,11 +269,8 @@ async def _count(connection: Connection, time_range: Range, table: Table, bill: 
 
 def _write(bill: Bill, counted_range: Range, file: Path) -> None:
     """Writes the bill, whole or not at all, and reports what became of its charges. Raises BillError."""
-    try:
-        with written(file) as out:
-            out.writelines(csv_lines(bill.lines(counted_range)))
-    except OSError as error:
-        raise BillError(f"{file}: it can't be written: {error}") from error
+    with written(file) as out:
+        out.writelines(csv_lines(bill.lines(counted_range)))
     click.echo(f"{file}: {counted(bill.divided, 'charge')} divided", err=True)
     if bill.partly:
         click.echo(
