@@ -37,7 +37,10 @@ class Summary:
 
     def add(self, record: Usage) -> None:
         """Adds a record. There is one for each key."""
-        for table in (self.teams, self.workloads, self.days.setdefault(day_of(record.start_ms), Table("team"))):
+        day = day_of(record.start_ms)
+        if day not in self.days:  # setdefault would make a table for each record
+            self.days[day] = Table("team")
+        for table in (self.teams, self.workloads, self.days[day]):
             table.add(record)
         if record.category == "held":
             name = holder_name(record, "workload")
