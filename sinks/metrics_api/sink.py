@@ -75,7 +75,7 @@ class MetricsApiSink:
         self.registry = self._instruments.registry
         self._holdings = Holdings()
         self._own_keys = node_key(settings.cluster, "")
-        self._tail = Tail(
+        self.tail = Tail(
             settings.connection(), {TOPIC.name: _READ_BACK}, self.take, client_id=f"gpustream-sink-{self.name}"
         )
         self._cluster: ApiServer | None = None
@@ -113,12 +113,12 @@ class MetricsApiSink:
             self.address = await stack.enter_async_context(served)
             forgetting = asyncio.ensure_future(self._forget())
             stack.callback(forgetting.cancel)
-            await self._tail.run(stop)
+            await self.tail.run(stop)
 
     def not_ready(self) -> list[str]:
         """Why not everything is answered that could be; empty when it is."""
         of_cluster = self._cluster.not_ready() if self._cluster is not None else []
-        return of_cluster or (["not started"] if self.address is None else self._tail.not_ready())
+        return of_cluster or (["not started"] if self.address is None else self.tail.not_ready())
 
     def take(self, _: str, records: Sequence[Record]) -> None:
         """Take the ticks in these records for what is answered from now on."""
@@ -137,9 +137,14 @@ class MetricsApiSink:
                 counter(DROPPED, "other_cluster").inc()
             else:
                 # a tick is as old as its node's clock or the log says, whichever is more; a log without times says -1
-                now_ms = clock.now_ms()
-                age_s = (now_ms - min(tick.ts_ms, record.timestamp if record.timestamp > 0 else tick.ts_ms)) / 1000
-                verdict = self._holdings.add_tick(tick, time.monotonic(), age_s)
+                now_ms, now_s = clock.now_ms(), time.monotonic()
+                age_s = (now_ms - tick.ts_ms) / 1000
+                if record.timestamp > 0:
+                    logged_s = (now_ms - record.timestamp) / 1000
+                    if self.tail.read_to_end_s is not None:  # it came later, also if the brokers' clock is behind
+                        logged_s = min(logged_s, now_s - self.tail.read_to_end_s)
+                    age_s = max(age_s, logged_s)
+                verdict = self._holdings.add_tick(tick, now_s, age_s)
                 self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
                 if verdict != "replay" and age_s < silent_after_s(tick.interval_ms, STALE_S):
                     self._instruments.histogram(DELAY).observe(max(0.0, now_ms / 1000 - tick.ts_ms / 1000))

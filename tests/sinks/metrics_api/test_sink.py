@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -80,12 +81,28 @@ async def test_a_tick_that_comes_late_counts_only_while_it_is_not_too_old(
     await running
 
 
+@pytest.mark.parametrize(("age_s", "nodes"), [(0, 1), (31, 0)])
+def test_what_comes_after_all_was_read_is_answered_although_the_brokers_clock_is_behind(
+    age_s: float, nodes: int
+) -> None:
+    sink = MetricsApiSink(SETTINGS)
+    sink.tail.read_to_end_s = time.monotonic()
+    sink.take(TOPIC.name, [record(1, USED, age_s=age_s, logged_s=300)])
+    sink._holdings.expire(time.monotonic())
+    assert len(sink._holdings) == nodes
+
+
 async def test_a_replica_that_starts_has_every_node_also_if_each_is_read_once_in_five_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or the sum of a workload would be that of the few pods whose nodes were read in the last seconds."""
     start: dict[str, StartFrom] = {}
-    monkeypatch.setattr("sinks.metrics_api.sink.Tail", lambda _, from_, *__, **___: start.update(from_))
+
+    def tail(_: Any, from_: dict[str, StartFrom], *__: Any, **___: Any) -> Any:
+        start.update(from_)
+        return SimpleNamespace(read_to_end_s=None)
+
+    monkeypatch.setattr("sinks.metrics_api.sink.Tail", tail)
     sink, log = MetricsApiSink(SETTINGS), []
     for offset, age_s in enumerate(range(3000, 0, -30)):  # ten nodes, one after the other
         node = {"node": f"n{offset % 10}", "interval_ms": 300_000}
