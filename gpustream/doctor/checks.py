@@ -118,9 +118,10 @@ def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvide
         return [
             Finding(
                 f"no node has sent a tick for {duration_words(max(0, situation.now_ms - newest_ms))}",
-                "something that all nodes share: Kafka, the network, or a release of the producer",
+                "something that all nodes share: Kafka, the network, or a release of the producer; or this machine's"
+                " clock is ahead of the brokers'",
                 f"{counted(len(sending), 'node')} sent before that",
-                "look at /readyz of any producer",
+                "look at /readyz of any producer; `chronyc tracking` here and on a broker",
             )
         ]
     buffered = sum(situation.sums("gpustream_producer_ticks_held").values())
