@@ -17,10 +17,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from producers.node.nvml.driver import ENDS_WITHIN_S
 
 SOURCE = Path(__file__).with_name("nvml.c")
 SONAME = "libnvidia-ml.so.1"
@@ -145,6 +148,9 @@ class ScriptedNvml:
         """
         if self._old:
             raise ValueError("a process loads only one library of that name: give the old one to a child")
+        for thread in threading.enumerate():
+            if thread.name == "nvml-driver":  # of an earlier test: it would close NVML when it is open again
+                thread.join(2 * ENDS_WITHIN_S)
         loaded = ctypes.CDLL(str(self._library))
         loaded.scripted_open(os.fsencode(self._script), os.fsencode(self._log) if self._log else None)
 
