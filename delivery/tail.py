@@ -86,6 +86,11 @@ class Tail:
         late_s = time.monotonic() - self.read_to_end_s
         return [f"whether {name} is read to its end is not known for {late_s:.0f} s"] if late_s > _LATE_S else []
 
+    def age_s(self, age_s: float, now_s: float) -> float:
+        """The age of a record that has just come, given its age by the clocks of this host and of the record. It is not
+        older than what was read to the end before, also if one of these clocks is wrong."""
+        return age_s if self.read_to_end_s is None else min(age_s, now_s - self.read_to_end_s)
+
     async def _read(self, tps: list[Partition]) -> None:
         await self._offsets.connect()
         self._consumer = consumer = await connect_consumer(

@@ -140,10 +140,7 @@ class MetricsApiSink:
                 now_ms, now_s = clock.now_ms(), time.monotonic()
                 age_s = (now_ms - tick.ts_ms) / 1000
                 if record.timestamp > 0:
-                    logged_s = (now_ms - record.timestamp) / 1000
-                    if self.tail.read_to_end_s is not None:  # it came later, also if the brokers' clock is behind
-                        logged_s = min(logged_s, now_s - self.tail.read_to_end_s)
-                    age_s = max(age_s, logged_s)
+                    age_s = max(age_s, self.tail.age_s((now_ms - record.timestamp) / 1000, now_s))
                 verdict = self._holdings.add_tick(tick, now_s, age_s)
                 self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
                 if verdict != "replay" and age_s < silent_after_s(tick.interval_ms, STALE_S):

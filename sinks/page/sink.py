@@ -134,9 +134,7 @@ class PageSink:
                 elif topic == ATTRIBUTED.name:
                     # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
                     tick, now_ms, now_s = decoded(record, _decode_tick, topic), clock.now_ms(), time.monotonic()
-                    age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
-                    if self.tail.read_to_end_s is not None:  # it came later, also if the clock of this host is ahead
-                        age_s = min(age_s, now_s - self.tail.read_to_end_s)
+                    age_s = self.tail.age_s((now_ms - max(tick.ts_ms, record.timestamp)) / 1000, now_s)
                     is_new = self.fleet.add_tick(tick, now_s, age_s) != "replay"
                     if is_new and age_s < silent_after_s(tick.interval_ms, SILENT_S):
                         self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))

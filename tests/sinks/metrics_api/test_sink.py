@@ -100,7 +100,7 @@ async def test_a_replica_that_starts_has_every_node_also_if_each_is_read_once_in
 
     def tail(_: Any, from_: dict[str, StartFrom], *__: Any, **___: Any) -> Any:
         start.update(from_)
-        return SimpleNamespace(read_to_end_s=None)
+        return SimpleNamespace(age_s=lambda age_s, _: age_s)
 
     monkeypatch.setattr("sinks.metrics_api.sink.Tail", tail)
     sink, log = MetricsApiSink(SETTINGS), []
