@@ -14,15 +14,10 @@ from gpustream.doctor.evidence import Evidence, Fate, NodeEvidence, NodeName, Sa
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples, workloads
-from topics.device_ids import UnknownDeviceId, parse
 from topics.samples import silent_after_ms
 
 SILENT_MS = 30_000
 """A node is silent if it has sent no tick for so long, and for three of its intervals."""
-
-_DEVICE_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
-_DEVICE_DRIVER = "gpu.nvidia.com"
-"""How names of NVIDIA's resources for GPUs begin, and its driver of claims for them. Others of it are network cards."""
 
 BUFFERED_MS = 2_000
 """A tick waited in the node's retry buffer if its delay is longer than the run's shortest by this much."""
@@ -213,7 +208,13 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
                 )
             continue
         with_kubelet += 1
-        findings += _unknown_ids(name, node)
+        if unknown_ids := node.unknown_ids:
+            findings.add(
+                f"{name}: nobody seems to hold the GPUs of {counted(len(unknown_ids), 'device id')} of the kubelet",
+                "the ids have no known form: they are of a device plugin that gpustream does not know",
+                unknown_ids[0],
+                "`gpustream devices` on the node names each; until it is known, these GPUs count as free",
+            )
         # the check of attribution reports the ticks of ``without_snapshot``
         is_reported = run.without_snapshot or situation.hides(allocations.TOPIC, node.partition)
         if run.last_snapshot_seq not in node.snapshots.get(run_id, ()) and not is_reported:
@@ -224,24 +225,6 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
                 "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it did not send",
             )
     return CheckResult(f"a kubelet on {with_kubelet} of {counted(len(sending), 'node')}", findings)
-
-
-def _unknown_ids(name: NodeName, node: NodeEvidence) -> Iterator[Finding]:
-    """A finding for device ids that lead to no GPU, so that the GPUs of their containers seem free."""
-    unknown_ids = []
-    for container in node.containers:
-        for device_id in container.device_ids if (container.resource or "").startswith(_DEVICE_RESOURCES) else ():
-            try:
-                parse(device_id)
-            except UnknownDeviceId as error:
-                unknown_ids.append(f"{error}; {container.namespace}/{container.pod} has it as {container.resource}")
-    if unknown_ids:
-        yield Finding(
-            f"{name}: nobody seems to hold the GPUs of {counted(len(unknown_ids), 'device id')} of the kubelet",
-            "the ids have no known form: they are of a device plugin that gpustream does not know",
-            unknown_ids[0],
-            "`gpustream devices` on the node names each; until it is known, these GPUs count as free",
-        )
 
 
 # -- what was attributed
@@ -383,7 +366,13 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
             "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
         )
     for name, node in nodes.items():
-        findings += _unknown_claims(name, node)
+        if claimed := node.unknown_claims:
+            findings.add(
+                f"{name}: nobody seems to hold the GPUs that pods have by resource claims",
+                "nothing says which these are: there is no resource slice of the node, or it may not be read",
+                f"the kubelet lists {', '.join(claimed[:5])}; {workloads.TOPIC.name} has no device of that driver",
+                "`kubectl get resourceslices`; --kube asks whether the cluster producer may list and watch them",
+            )
         if (
             node.runs
             and node.containers
@@ -397,19 +386,6 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
                 "set NODE_NAME from spec.nodeName, as k8s/base does",
             )
     return CheckResult(f"{counted(len(evidence.listed_ms), 'cluster')} known", findings)
-
-
-def _unknown_claims(name: NodeName, node: NodeEvidence) -> Iterator[Finding]:
-    """A finding for resource claims of which nothing says which GPUs they are, so that these seem free."""
-    claims = (claim for container in node.containers for claim in container.claims)
-    claimed = sorted({claim.device for claim in claims if claim.driver == _DEVICE_DRIVER})
-    if claimed and node.runs and node.epoch is not None and _DEVICE_DRIVER not in node.dra_drivers:
-        yield Finding(
-            f"{name}: nobody seems to hold the GPUs that pods have by resource claims",
-            "nothing says which these are: there is no resource slice of the node, or it may not be read",
-            f"the kubelet lists {', '.join(claimed[:5])}; {workloads.TOPIC.name} has no device of that driver",
-            "`kubectl get resourceslices`; --kube asks whether the cluster producer may list and watch them",
-        )
 
 
 # -- dead letters

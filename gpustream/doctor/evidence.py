@@ -24,10 +24,15 @@ from delivery.ledger import Partition
 from gpustream.tally import Ranges
 from topics import allocations, attributed, dead_letters, samples, workloads
 from topics.dead_letters import Cause
+from topics.device_ids import UnknownDeviceId, parse
 from topics.topic import Name, UInt, decoder
 
 MAX_JUMPS = 64
 """For at most this many gaps of a run, the delay of the tick after the gap is kept."""
+
+_DEVICE_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
+_DEVICE_DRIVER = "gpu.nvidia.com"
+"""How names of NVIDIA's resources for GPUs begin, and its driver of claims for them. Others of it are network cards."""
 
 MAX_REASONS = 200
 """At most this many kinds of dead letters are counted separately; all others count as :data:`OTHERS`."""
@@ -162,6 +167,26 @@ class NodeEvidence:
     def last_run(self) -> tuple[int, SampledRun]:
         """The run that sent its newest tick, with its id."""
         return max(self.runs.items(), key=lambda row: row[1].last_logged_ms)
+
+    @property
+    def unknown_ids(self) -> list[str]:
+        """The device ids of its GPUs in no known form, each with who has it: their GPUs seem free."""
+        unknown_ids = []
+        for container in self.containers:
+            for device_id in container.device_ids if (container.resource or "").startswith(_DEVICE_RESOURCES) else ():
+                try:
+                    parse(device_id)
+                except UnknownDeviceId as error:
+                    unknown_ids.append(f"{error}; {container.namespace}/{container.pod} has it as {container.resource}")
+        return unknown_ids
+
+    @property
+    def unknown_claims(self) -> list[str]:
+        """The claimed devices of which nothing says which GPUs they are: these seem free."""
+        if not self.runs or self.epoch is None or _DEVICE_DRIVER in self.dra_drivers:
+            return []
+        claims = [claim for container in self.containers for claim in container.claims]
+        return sorted({claim.device for claim in claims if claim.driver == _DEVICE_DRIVER})
 
 
 class LetterKind(NamedTuple):
