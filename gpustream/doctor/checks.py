@@ -366,26 +366,26 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
             "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
         )
     for name, node in nodes.items():
-        if claimed := node.unknown_claims:
-            findings.add(
-                f"{name}: nobody seems to hold the GPUs that pods have by resource claims",
-                "nothing says which these are: there is no resource slice of the node, or it may not be read",
-                f"the kubelet lists {', '.join(claimed[:5])}; {workloads.TOPIC.name} has no device of that driver",
-                "`kubectl get resourceslices`; --kube asks whether the cluster producer may list and watch them",
-            )
-        if (
-            node.runs
-            and node.containers
-            and node.epoch is None
-            and name.cluster in evidence.listed_ms.keys() - late.keys()
-        ):
-            findings.add(
-                f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
-                "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
-                f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
-                "set NODE_NAME from spec.nodeName, as k8s/base does",
-            )
+        findings += _unknown_to_its_leader(name, node, is_led=name.cluster in evidence.listed_ms.keys() - late.keys())
     return CheckResult(f"{counted(len(evidence.listed_ms), 'cluster')} known", findings)
+
+
+def _unknown_to_its_leader(name: NodeName, node: NodeEvidence, *, is_led: bool) -> Iterator[Finding]:
+    """Findings for what the cluster producer does not know of a node: its claimed devices, or all of it."""
+    if claimed := node.unknown_claims:
+        yield Finding(
+            f"{name}: nobody seems to hold the GPUs that pods have by resource claims",
+            "nothing says which these are: there is no resource slice of the node, or it may not be read",
+            f"the kubelet lists {', '.join(claimed[:5])}; {workloads.TOPIC.name} has no device of that driver",
+            "`kubectl get resourceslices`; --kube asks whether the cluster producer may list and watch them",
+        )
+    if node.runs and node.containers and node.epoch is None and is_led:
+        yield Finding(
+            f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
+            "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
+            f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
+            "set NODE_NAME from spec.nodeName, as k8s/base does",
+        )
 
 
 # -- dead letters
