@@ -32,7 +32,16 @@ from typing import NamedTuple
 import msgspec
 
 from streams.attribution.holders import is_static_pod
-from streams.attribution.workloads import EMPTY, AsOf, DraKey, KnownWorkloads, PodName, ValidUntil
+from streams.attribution.workloads import (
+    EMPTY,
+    AsOf,
+    DraKey,
+    KnownWorkloads,
+    NodeFacts,
+    PodName,
+    ValidUntil,
+    version_at,
+)
 from topics.allocations import Allocations, Claim
 from topics.topic import shared
 from topics.workloads import Pod, UnwellDevice
@@ -301,8 +310,18 @@ def _resolve_missing(
     pods = {name: pod for name, pod in pods.items() if name not in ended}
     by_uid |= {pod.uid: pod for pod in pods.values() if pod}
     late = [pod for name, pod in pods.items() if pod is not None and by_time[name] is None]
-    node = as_of.node_at(ts_ms)._replace(admin=as_of.admin_with(late, ts_ms))
-    return ResolvedPods(pods, frozenset(ended) or EMPTY, by_uid, *node)
+    return ResolvedPods(pods, frozenset(ended) or EMPTY, by_uid, *_node_with(late, as_of, ts_ms))
+
+
+def _node_with(late: Iterable[Pod], as_of: AsOf, ts_ms: int) -> NodeFacts:
+    """The node at a time, with the claims for administration in the first records of pods that came ``late``: such a
+    pod would hold its devices until its claim is known as well."""
+    node, workloads = as_of.node_at(ts_ms), as_of.workloads
+    histories = [workloads.history_of(pod.uid) for pod in late]
+    known_ms = max([as_of.logged_ms, *(history[0].ms for history in histories if history)])
+    if known_ms == as_of.logged_ms:
+        return node
+    return node._replace(admin=node.admin | version_at(workloads.admin, known_ms)[-1].value)
 
 
 def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:

@@ -203,14 +203,6 @@ class AsOf(NamedTuple):
             version_at(version_at(workloads.unwell, logged_ms), ts_ms),
         )
 
-    def admin_with(self, late: Iterable[Pod], ts_ms: int) -> frozenset[Claim]:
-        """The claims for administration at a time, and those in the first records of pods that came ``late``: such a
-        pod would hold its devices until its claim is known as well."""
-        histories = [self.workloads.history_of(pod.uid) for pod in late]
-        known_ms = max([self.logged_ms, *(history[0].ms for history in histories if history)])
-        admin = self.node_at(ts_ms).admin
-        return admin if known_ms == self.logged_ms else admin | version_at(self.workloads.admin, known_ms)[-1].value
-
     def valid_until(self, pods: Mapping[PodName, Pod], ts_ms: int) -> ValidUntil:
         """Until when these names go on meaning these pods, and the node stays as it is at a time.
         Each pod has to be the last one of its name, and running; otherwise the answer is valid for this time only."""
