@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.holders import ANNOTATION, holders_by_snapshot, parse_hami_annotation
+from streams.attribution.hami import ANNOTATION, parse_hami_annotation
+from streams.attribution.holders import holders_by_snapshot
 from tests.streams.attribution.records import container, gpu, pod, snapshot
 from topics.allocations import Container
 from topics.device_ids import parse
