@@ -313,14 +313,10 @@ class ConnectionSettings:
     def errors(self) -> list[str]:
         """Every error in the values, one sentence for people each; empty if there is none."""
         errors = []
-        for field in fields(type(self)):
-            value = getattr(self, field.name)
-            if isinstance(field.type, click.Choice) and value is not None and value not in field.type.choices:
-                errors.append(f"{field.option.name}: {value!r} is not one of {', '.join(field.type.choices)}")
         try:
             connection, _ = self._connection()  # it is too early to log anything
         except CredentialsError as error:
-            return [*errors, str(error)]
+            return [str(error)]
         if not connection.servers:
             errors.append("--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them")
         tls_options = {"--kafka-ca": self.kafka_ca, "--kafka-cert": self.kafka_cert, "--kafka-key": self.kafka_key}
@@ -376,8 +372,6 @@ class MemberSettings(KafkaSettings):
 
     def errors(self) -> list[str]:
         errors = super().errors()
-        if not self.group:
-            errors.append("--group: empty")
         if self.session_timeout_s < 1:
             errors.append("--session-timeout: must be at least 1 s")
         return errors

@@ -265,11 +265,8 @@ def rights(situation: Situation) -> CheckResult:
 def _probable_users(existing: Sequence[Acl], needed: Sequence[acls.Acl]) -> list[str]:
     """The users who seem to run a component: those who may read with its group, or who may write a producer's topic."""
     resource = "Group" if any(acl.resource == "Group" for acl in needed) else "Topic"
-    identifying_acls = [
-        acl
-        for acl in needed
-        if acl.resource == resource and acl.operation in ("Read" if resource == "Group" else "Write")
-    ]
+    operation = "Read" if resource == "Group" else "Write"
+    identifying_acls = [acl for acl in needed if acl.resource == resource and acl.operation == operation]
     users = dict.fromkeys(acl.principal for acl in existing if acl.allowed and acl.principal != "User:*")
     if resource == "Topic":
         identifying_acls = identifying_acls[:1]

@@ -244,7 +244,8 @@ def filtered_rows(
     """The rows whose text has every word of the filter and no ``!word``, sorted; rows without a value come last."""
     for word in filter_text.casefold().split():
         must_match, needle = not word.startswith("!"), word.lstrip("!")
-        rows = [row for row in rows if (needle in table.text(row).casefold()) == must_match]
+        if needle:  # a ``!`` whose word is still to be typed hides nothing
+            rows = [row for row in rows if (needle in table.text(row).casefold()) == must_match]
     value = table.column(sorted_by).value
     rows_by_value = [(value(row), row) for row in rows]
     with_value = [pair for pair in rows_by_value if pair[0] is not None]

@@ -27,7 +27,4 @@ class RemoteWriteSettings(SeriesSettings, ReceiverSettings):
     max_in_flight: int = 8
 
     def errors(self) -> list[str]:
-        errors = [*url_errors(self.url), *super().errors()]
-        if min(self.max_request_samples, self.max_in_flight, self.request_timeout_s) <= 0:
-            errors.append("limits of requests must be above zero")
-        return errors
+        return [*url_errors(self.url), *super().errors()]

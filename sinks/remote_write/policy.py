@@ -82,7 +82,8 @@ class Refusal(NamedTuple):
     """Why samples were refused: a reason to count by, and the receiver's text in one line.
 
     ``written``: how many of them were accepted nevertheless, if they were refused for their time by a receiver that
-    counts them. ``sent_before``: earlier attempts were not answered, so any of them may have been accepted.
+    counts them. ``sent_before``: earlier attempts failed in another way, by which a receiver of several ingesters may
+    have taken a part of them.
     """
 
     reason: str

@@ -244,7 +244,7 @@ class _Bisection:
         """Send the pieces, and find out which are refused. Raises _RefusesEverything: send all of them again."""
         await self._send(self._all)
         if self._last_refusal is not None:
-            await self._ensure_it_accepts_anything(*self._last_refusal)
+            await self._probe_or_wait(*self._last_refusal)
 
     async def _send(self, pieces: _Pieces) -> None:
         """Send pieces in requests of the size that the receiver accepts, and bisect those that are refused."""
@@ -264,7 +264,7 @@ class _Bisection:
             return
         self.sent_again |= refusal.sent_before
         if refusal.reason not in UNTIMELY:
-            await self._ensure_it_accepts_anything(refusal, self._accepted_before)
+            await self._probe_or_wait(refusal, self._accepted_before)
         ticks = list({id(piece.result): piece.result for piece in pieces}.values())
         samples = samples_of(piece.group for piece in pieces)
         if refusal.reason == TOO_LARGE and samples > 1:
@@ -368,10 +368,10 @@ class _Bisection:
             self._deliverer.size.accepted(samples_of(groups), self._deliverer.clock_s())
         return refusal
 
-    async def _ensure_it_accepts_anything(self, refusal: Refusal, since: int) -> None:
+    async def _probe_or_wait(self, refusal: Refusal, since: int) -> None:
         """Return if the receiver accepts other requests; else wait until it does and raise _RefusesEverything."""
         groups = [piece.group for piece in self._all]
-        if not await self._deliverer.sender.accepts_anything(groups, since, refusal.text, self._abandon):
+        if not await self._deliverer.sender.probe_or_wait(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
 
 

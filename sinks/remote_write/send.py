@@ -135,7 +135,7 @@ class RemoteWriteSender:
     async def send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> Refusal | None:
         """Send until accepted (None) or refused. Raises Abandoned."""
         body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self.accepted
-        unanswered = False
+        sent_before = False
         while True:
             await self._hold(groups, abandon)
             if not body or protocol != self.protocol:
@@ -147,7 +147,7 @@ class RemoteWriteSender:
                 self._newest = groups[-1:]
                 return None
             reason = answer.summary + _HINTS.get(answer.status, "")
-            if means == "misconfigured" and await self.accepts_anything(groups, accepted_until_now, reason, abandon):
+            if means == "misconfigured" and await self.probe_or_wait(groups, accepted_until_now, reason, abandon):
                 means = "server-error"  # something before the receiver objects to this request
             errors = errors + 1 if means == "server-error" else 0
             if errors == SERVER_ERRORS and self.accepted == accepted_before:
@@ -155,19 +155,19 @@ class RemoteWriteSender:
                 errors = errors if accepts_others else 0
             if means in {"refused", "too-large"} or errors >= SERVER_ERRORS:
                 refused = refusal(answer, groups[0].ts_ms, now_ms())
-                return refused._replace(sent_before=unanswered)
+                return refused._replace(sent_before=sent_before)
             if means == "not-2.0" and not self._fixed:  # what was refused too waits until a small request is accepted
                 self._fall_back(answer)
                 if answer.status >= 400:
-                    await self.accepts_anything(groups, self.accepted, answer.summary, abandon)
+                    await self.probe_or_wait(groups, self.accepted, answer.summary, abandon)
             elif means == "not-2.0":
                 self._begin_hold(answer.summary + _NOT_2_0)
             else:
-                unanswered = True
+                sent_before = True
                 await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
 
-    async def accepts_anything(
+    async def probe_or_wait(
         self, groups: Sequence[SampleGroup], since: int, reason: str, abandon: asyncio.Event
     ) -> bool:
         """Whether the receiver, which refused these groups, accepts anything: requests after ``since``, or a probe.

@@ -120,7 +120,6 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
         ({"kafka_sasl_mechanism": "oauthbearer"}, "--kafka-oauth-token-endpoint: missing"),
         ({"kafka_security": "ssl"}, "--kafka-sasl-mechanism: it is of no use without a login"),
         ({"kafka_ca": Path("/ca")}, "--kafka-ca: it is of no use without TLS: --kafka-security ssl or sasl-ssl"),
-        ({"kafka_security": "tls"}, "--kafka-security: 'tls' is not one of plaintext, ssl"),
         ({"kafka_config": Path("/nowhere")}, "--kafka-config /nowhere: No such file or directory"),
     ],
 )

@@ -25,25 +25,18 @@ def test_good_settings_have_no_errors(tmp_path: Path) -> None:
     [
         ({"url": "mimir:9009"}, "--url"),
         ({"url": "https://user:pass@mimir/push"}, "--url"),
-        ({"protocol": "3.0"}, "--protocol"),
         ({"names": ("nope",)}, "--names"),
-        ({"labels": "nope"}, "--labels"),
-        ({"from_": "yesterday"}, "--from"),
-        ({"from_": -1.0}, "--from"),
         ({"kafka": ""}, "--kafka"),
-        ({"group": ""}, "--group"),
         ({"basic_auth_user": "me"}, "--basic-auth-user"),
         ({"bearer_token_file": Path("/nowhere/token")}, "--bearer-token-file"),
         ({"tls_cert": Path("/nowhere/cert")}, "--tls-cert"),
         ({"tls_key": Path("/nowhere/key")}, "--tls-key"),
         ({"headers": (("Content-Encoding", "gzip"),)}, "--header"),
-        ({"headers": (("X-A", "b\r\nX-Evil: c"),)}, "--header"),
         ({"stale_after_s": 0}, "--stale-after"),
         ({"relabel": ("preset:nope",)}, "--relabel: there is no preset 'nope'"),
         ({"relabel": ("/nowhere/rules.yml",)}, "--relabel: /nowhere/rules.yml: No such file"),
         ({"external_labels": (("region", "eu"), ("region", "us"))}, "--external-label: region is given twice"),
         ({"session_timeout_s": 0.1}, "--session-timeout"),
-        ({"max_in_flight": 0}, "limits"),
         ({"resolution_s": 0.5}, "--resolution"),
         ({"resolution_s": 300.0}, "--resolution"),
         ({"aggregate": ("min",)}, "--aggregate"),
@@ -56,5 +49,5 @@ def test_an_error_names_its_option(changed: dict[str, Any], option: str) -> None
 
 
 def test_every_error_is_listed() -> None:
-    errors = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).errors()  # type: ignore[arg-type]
-    assert [error.split(":")[0] for error in errors] == ["--url", "--protocol", "--kafka", "--stale-after"]
+    errors = RemoteWriteSettings(kafka="", url="nope", stale_after_s=-1).errors()
+    assert [error.split(":")[0] for error in errors] == ["--url", "--kafka", "--stale-after"]
