@@ -222,7 +222,7 @@ Kubeconfig = Annotated[Path | None, Option(
     shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
 )]  # fmt: skip
 Compression = Annotated[Literal["zstd", "lz4", "gzip", "none"], Option(
-    "--compression", None, "How what is written to Kafka is compressed. Whoever reads it needs no setting.",
+    "--compression", None, "How records are compressed in Kafka. Readers need no setting.",
 )]  # fmt: skip
 
 
@@ -241,7 +241,7 @@ class ConnectionSettings:
     )] = None  # fmt: skip
     kafka_security: Annotated[Security | None, Option(
         "--kafka-security", None,
-        "How brokers are spoken to: ssl is TLS, sasl a login. They and their names are always verified.",
+        "How to connect: ssl is TLS, sasl a login. A broker's certificate and its name are always verified.",
         shown="plaintext",
     )] = None  # fmt: skip
     kafka_ca: Annotated[Path | None, Option(

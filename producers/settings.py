@@ -18,9 +18,9 @@ class BufferSettings(KafkaSettings):
     """How much is kept while Kafka is away: ticks of ``buffer_s``, and at most ``buffer_size`` bytes of them."""
 
     buffer_s: Annotated[float, Option("--buffer", DURATION, "How long ticks are kept while Kafka is away.")] = 900.0
-    buffer_size: Annotated[int, Option("--buffer-size", SIZE, "And how many bytes of them; the oldest give way.")] = (
-        16 * 1024 * 1024
-    )
+    buffer_size: Annotated[
+        int, Option("--buffer-size", SIZE, "How many bytes of them are kept; the oldest are dropped.")
+    ] = 16 * 1024 * 1024
 
     def errors(self) -> list[str]:
         wrong = [] if self.buffer_s > 0 and self.buffer_size > 0 else ["--buffer and --buffer-size: must be above 0"]

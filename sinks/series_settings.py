@@ -152,7 +152,7 @@ class SeriesSettings(SinkSettings, NamingSettings):
         Option(
             "--max-labels",
             click.IntRange(min=1),
-            "What is written on pods and namespaces never makes more labels than this on a series; gpu_pod_info has"
+            "A series has labels of pods and namespaces as long as it has no more labels than this; gpu_pod_info has"
             " the rest.",
         ),
     ] = MAX_LABELS

@@ -22,7 +22,7 @@ LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
 Group = Annotated[str, Option("--group", NAME, "The consumer group.")]
 From = Annotated[
     Literal["earliest", "latest"] | float,
-    Option("--from", START_FROM, "Where a new group starts: that long ago, or an end."),
+    Option("--from", START_FROM, "Where a new group starts: so long ago, at the earliest record, or after the latest."),
 ]
 
 

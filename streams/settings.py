@@ -48,7 +48,8 @@ class AlertSettings(TeamSettings):
     """The rules of the alerts, and what alerts say about teams, costs and runbooks."""
 
     rules: Annotated[Path | None, Option(
-        "--rules", READABLE_FILE, "alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
+        "--rules", READABLE_FILE,
+        "alerts: a TOML file of rules, which change the defaults or add to them; see `gpustream rules check`.",
         shown="those that come with it",
     )] = None  # fmt: skip
     prices: Annotated[Path | None, Option(

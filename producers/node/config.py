@@ -19,7 +19,7 @@ def node_name() -> str:
     return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
-Node = Annotated[str, Option("--node", NAME, "The node.", shown="NODE_NAME, else the host's name")]
+Node = Annotated[str, Option("--node", NAME, "The node's name.", shown="NODE_NAME, else the host's name")]
 
 
 @dataclass(frozen=True, kw_only=True)
