@@ -43,16 +43,24 @@ def _aim(title: str) -> float:
     return float(AIMS[title]["value"])
 
 
+def _live(title: str) -> float:
+    return float(LIVE[title]["value"])
+
+
+KEEPING_UP = _live("attribution") / _aim("attribution")
+"""How much more a tick costs a worker that keeps up than one with a backlog, whose batches are larger."""
+
+
 S = Part("S", "`gpu.samples` on disk, one replica", _aim("gpu.samples on disk"), "bytes a tick")
 A = Part("A", "`gpu.attributed` on disk, one replica", _aim("gpu.attributed on disk"), "bytes a tick")
 V = Part("V", "samples that Prometheus is sent", _aim("samples written"), "a tick")
 W = Part("W", "remote write 2.0 on the wire", _aim("remote write 2.0 on the wire"), "bytes a tick")
-K = Part("K", "Kafka, while workers are busy", float(LIVE["Kafka"]["value"]), "us of a core a tick")
+K = Part("K", "Kafka, while workers are busy", _live("Kafka"), "us of a core a tick")
 CPU = {
-    "attribution": Part("a", "the attribution stream", _aim("attribution"), "us of a core a tick"),
-    "remote write": Part("w", "remote write 1.0", _aim("remote write 1.0, those ticks"), "us of a core a tick"),
-    "alerts": Part("r", "the alert stream", _aim("alerts"), "us of a core a tick"),
-    "usage": Part("u", "the usage stream", _aim("usage"), "us of a core a tick"),
+    "attribution": Part("a", "the attribution stream", _live("attribution"), "us of a core a tick"),
+    "remote write": Part("w", "remote write 1.0", _live("remote write"), "us of a core a tick"),
+    "alerts": Part("r", "the alert stream", _aim("alerts") * KEEPING_UP, "us of a core a tick"),
+    "usage": Part("u", "the usage stream", _aim("usage") * KEEPING_UP, "us of a core a tick"),
 }
 M = Part("M", "memory of attribution, all workers", _aim("a worker with 10,000 nodes") / 10_000 * 1024, "KiB a node")
 Q = Part("Q", "memory of remote write", _aim("a sink with 2,000,000 series") / 2e6 * 1024 * V.value, "KiB a node")
