@@ -26,7 +26,7 @@ import msgspec
 
 from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 COMPONENT = "alertmanager"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(
+    *named(
+        outcomes.COMMON,
         "gpustream_alertmanager_records_read_total",
         "gpustream_alertmanager_records_delivered_total",
         "gpustream_alertmanager_records_duplicate_total",

@@ -87,11 +87,6 @@ def delay_instrument(name: str, until: str) -> Instrument:
     return Instrument(name, "histogram", text, buckets=DELAY_BUCKETS)
 
 
-def instruments(*names: str) -> tuple[Instrument, ...]:
-    """The instruments of ``COMMON`` under their full names in one sink, in the same order."""
-    return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
-
-
 class Outcomes:
     """Counts records by outcome. ``on_outcome`` is called for each finished tick. ``clock_s``: the time of day."""
 

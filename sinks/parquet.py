@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import msgspec
 
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.log_throttle import LogThrottle
 from delivery.positions import NOTHING
 from delivery.sender import Sender
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 COMPONENT = "parquet"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(
+    *named(
+        outcomes.COMMON,
         "gpustream_parquet_records_read_total",
         "gpustream_parquet_records_delivered_total",
         "gpustream_parquet_records_duplicate_total",

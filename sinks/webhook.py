@@ -26,7 +26,7 @@ from urllib.parse import quote
 import msgspec
 
 from delivery.dead_letters import DeadLetters, Record, connecting
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from sinks import outcomes, receiver
@@ -40,7 +40,8 @@ from topics.alerts import TOPIC, Alert, cloud_event, transition_id
 COMPONENT = "webhook"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(
+    *named(
+        outcomes.COMMON,
         "gpustream_webhook_records_read_total",
         "gpustream_webhook_records_delivered_total",
         "gpustream_webhook_records_duplicate_total",

@@ -106,11 +106,6 @@ def name_record(error: Exception, slot: Slot) -> None:
     error.add_note(f"{slot.tp.topic}, partition {slot.tp.partition}, offset {slot.offset}")
 
 
-def instruments(*names: str) -> tuple[Instrument, ...]:
-    """The instruments of ``COMMON``, in their order, under the full names that they have in one stream."""
-    return tuple(instrument._replace(name=name) for instrument, name in zip(COMMON, names, strict=True))
-
-
 class WriteTasks:
     """The tasks in which a worker writes to Kafka; if one fails, ``fail`` ends the process. ``leftover`` are those that
     began before the last :meth:`forget`.

@@ -18,7 +18,7 @@ import msgspec
 
 from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned, Record, until_abandoned
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.kubernetes.client import ApiHealth, requests_instrument
 from delivery.policies import RECLAIM, OptIn, opt_in
 from delivery.values import duration_words
@@ -56,7 +56,8 @@ BUDGET = "gpustream_reclaim_budget_left"
 API_REQUESTS = "gpustream_reclaim_api_requests_total"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(
+    *named(
+        outcomes.COMMON,
         "gpustream_reclaim_records_read_total",
         "gpustream_reclaim_records_delivered_total",
         "gpustream_reclaim_records_duplicate_total",

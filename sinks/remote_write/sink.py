@@ -8,7 +8,7 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 import asyncio
 
 from delivery.dead_letters import DeadLetters, connecting
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.positions import NOTHING, WHOLE_LOG, Back
 from delivery.sender import Sender
 from delivery.tasks import Turns
@@ -33,7 +33,8 @@ from topics.usage import HOURS
 COMPONENT = "remote_write"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(
+    *named(
+        outcomes.COMMON,
         "gpustream_remote_write_records_read_total",
         "gpustream_remote_write_records_delivered_total",
         "gpustream_remote_write_records_duplicate_total",

@@ -21,7 +21,7 @@ import msgspec
 
 from delivery import replays
 from delivery.dead_letters import DeadLetters, Record, connecting
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.positions import Back
 from delivery.replays import LastTick
 from delivery.sender import Sender
@@ -47,7 +47,8 @@ VALUES = "gpustream_scrape_values_delivered_total"
 SAMPLES_WITHHELD = "gpustream_scrape_samples_withheld_total"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(
+    *named(
+        outcomes.COMMON,
         "gpustream_scrape_records_read_total",
         "gpustream_scrape_records_delivered_total",
         "gpustream_scrape_records_duplicate_total",

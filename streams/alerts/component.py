@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 from aiokafka.partitioner import murmur2
 
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.ledger import Partition, Slot
 from delivery.policies import ALERTS as ALERTS_POLICY
 from delivery.policies import IDLE_AFTER
@@ -32,7 +32,7 @@ from streams.alerts.tick import decode as decode_tick
 from streams.app import Stream
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, decode_value, instruments
+from streams.stage import ATTRIBUTED, COMMON, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, decode_value
 from topics.alerts import Alert, AlertGroup, AlertReport, Severity, kafka_headers
 from topics.times import MAX_TIME_MS
 
@@ -62,7 +62,8 @@ INSTRUMENTS = (
                " least half a minute and at most five minutes."),
     Instrument("gpustream_alerts_delay_seconds", "histogram", "From when a tick was logged until its alert was"
                " acknowledged.", buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)),
-    *instruments(
+    *named(
+        COMMON,
         "gpustream_alerts_records_read_total", "gpustream_alerts_records_delivered_total",
         "gpustream_alerts_records_duplicate_total", "gpustream_alerts_records_dead_lettered_total",
         "gpustream_alerts_records_released_total", "gpustream_alerts_records_held", "gpustream_alerts_open_bytes",

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from delivery.clock import now_ms
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from delivery.tasks import set_within
@@ -29,7 +29,7 @@ from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import Malformed, Worker, decode_record, instruments, name_record
+from streams.stage import COMMON, Malformed, Worker, decode_record, name_record
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder
@@ -63,7 +63,8 @@ INSTRUMENTS = (
     Instrument("gpustream_attribution_misordered_workloads_total", "counter", "Records of gpu.workloads that were"
                " logged before a time to which they were taken as read: the clocks of two brokers are more than half"
                " a second apart, and a replay may name other pods."),
-    *instruments(
+    *named(
+        COMMON,
         "gpustream_attribution_records_read_total", "gpustream_attribution_records_delivered_total",
         "gpustream_attribution_records_duplicate_total", "gpustream_attribution_records_dead_lettered_total",
         "gpustream_attribution_records_released_total", "gpustream_attribution_records_held",

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from delivery.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments, named
 from delivery.ledger import Slot
 from streams.app import Stream
 from streams.caught_up import PartitionState
 from streams.reader import Reads
 from streams.settings import UsageSettings
-from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, instruments
+from streams.stage import ATTRIBUTED, COMMON, SAMPLES, Clocks, Malformed, NodeWorker, decode_record
 from streams.usage.bookkeeper import FORGET_MS, Bookkeeper
 from streams.usage.books import Accounting, Books, encode
 from streams.usage.books import decode as decode_books
@@ -52,7 +52,8 @@ INSTRUMENTS = (
                " out.", ("record",)),
     Instrument("gpustream_usage_open_hours", "gauge", "Hours of nodes that are not final."),
     Instrument("gpustream_usage_state_bytes", "gauge", "Bytes of the books of all nodes, as they were last written."),
-    *instruments(
+    *named(
+        COMMON,
         "gpustream_usage_records_read_total", "gpustream_usage_records_delivered_total",
         "gpustream_usage_records_duplicate_total", "gpustream_usage_records_dead_lettered_total",
         "gpustream_usage_records_released_total", "gpustream_usage_records_held", "gpustream_usage_open_bytes",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiokafka.errors import KafkaConnectionError
 
-from delivery.instruments import Instrument
+from delivery.instruments import Instrument, named
 from sinks import outcomes
 from sinks.series.tick import SeriesTick
 from topics.attributed import AttributedSample
@@ -18,7 +18,7 @@ from topics.topic import node_key
 
 def outcome_instruments(component: str) -> tuple[Instrument, ...]:
     """The instruments of the outcomes of a sink of this name."""
-    return outcomes.instruments(*(f"gpustream_{component}_{row.name}" for row in outcomes.COMMON))
+    return named(outcomes.COMMON, *(f"gpustream_{component}_{row.name}" for row in outcomes.COMMON))
 
 
 class ConsumedRecord(NamedTuple):
