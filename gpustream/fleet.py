@@ -277,13 +277,19 @@ class Flow(NamedTuple):
 class Fleet:
     """Every node and device, kept up to date from ticks.
 
-    ``command_of`` gives the command of a process by its node and PID; empty if it is not known.
+    ``command_of`` gives the command of a process by its node and PID; empty if it is not known. ``team_label`` is the
+    label that names a pod's team.
     """
 
     def __init__(
-        self, command_of: Callable[[str, int], str] = lambda _node, _pid: "", *, slot_ms: int = 5_000, slots: int = 72
+        self,
+        command_of: Callable[[str, int], str] = lambda _node, _pid: "",
+        *,
+        team_label: str = "team",
+        slot_ms: int = 5_000,
+        slots: int = 72,
     ) -> None:
-        self._command_of, self._slot_ms, self._slots = command_of, slot_ms, slots
+        self._command_of, self._team_label, self._slot_ms, self._slots = command_of, team_label, slot_ms, slots
         self.nodes: dict[tuple[str, str], Node] = {}
         self.now_ms = 0
         self._ticks = 0
@@ -354,7 +360,7 @@ class Fleet:
                 first = containers[0]
                 parts = next((container.parts for container in containers if container.parts is not None), Parts())
                 workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
-                team = first.labels.get("team") or first.namespace_labels.get("team", "")
+                team = first.labels.get(self._team_label, first.namespace_labels.get(self._team_label, ""))
                 holders.append(Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts)))
             uids, processes = [pod.pod_uid for pod in pods], device.processes
         else:

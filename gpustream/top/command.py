@@ -56,19 +56,20 @@ _HISTORY_TICKS = 20_000
     show_default=f"6m, of a large fleet the last {_HISTORY_TICKS:,} ticks",
     help="How much of the past is read at the start.",
 )
+@option("--team-label", default="team", help="The label that names a pod's team: the pod's own, else its namespace's.")
 @option("--plain", is_flag=True, help="Print a line every 5 s in place of the screen, as if this were no terminal.")
-def top(connection: Connection, since_s: float | None, plain: bool) -> None:
+def top(connection: Connection, since_s: float | None, team_label: str, plain: bool) -> None:
     """Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.
 
     It only reads, and in no consumer group: it disturbs nothing, and needs no right to write. ? lists the keys.
     """
     logs.setup(level=logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
-        answer(_show(connection, since_s, plain=plain or not is_screen()))
+        answer(_show(connection, since_s, team_label, plain=plain or not is_screen()))
 
 
-async def _show(connection: Connection, since_s: float | None, *, plain: bool) -> None:
-    async with followed(connection, since_s) as (now, reading):
+async def _show(connection: Connection, since_s: float | None, team_label: str, *, plain: bool) -> None:
+    async with followed(connection, since_s, team_label) as (now, reading):
         if plain:
             showing = asyncio.create_task(_lines(now))
         else:
@@ -84,13 +85,13 @@ async def _show(connection: Connection, since_s: float | None, *, plain: bool) -
 
 @contextlib.asynccontextmanager
 async def followed(
-    connection: Connection, since_s: float | None
+    connection: Connection, since_s: float | None, team_label: str
 ) -> AsyncIterator[tuple[Callable[[], Now], "asyncio.Task[None]"]]:
     """Reads the fleet while inside. Gives a function that returns the current moment, and the reading task.
 
     The task ends only by an error.
     """
-    fleet, latest_alerts, began_s = Fleet(), LatestAlerts(), time.monotonic()
+    fleet, latest_alerts, began_s = Fleet(team_label=team_label), LatestAlerts(), time.monotonic()
     async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as reader:
         since_ms = int((time.time() - (_HISTORY_S if since_s is None else since_s)) * 1000)
         ticks = await reader.spans(attributed.TOPIC.name, since_ms)

@@ -247,6 +247,13 @@ def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -
     assert (uses_by_name["ml/alone"].idle, uses_by_name["ml/alone"].team) == (1, "nlp")
 
 
+def test_the_team_of_a_pod_is_by_the_label_that_is_given() -> None:
+    holder = {"namespace": "ml", "pod": "p", "labels": {"team": "nlp"}, "namespace_labels": {"cost-center": "42"}}
+    fleet = fleet_of(tick(gpu("a") | {"holders": [holder]}), team_label="cost-center")
+
+    assert [use.team for use in workloads(fleet.devices())] == ["42"]
+
+
 def test_a_workload_uses_of_a_gpu_that_its_pods_share_what_they_use_together() -> None:
     replicas = [
         {"namespace": "ml", "pod": f"r-{n}", "workload": {"kind": "Deployment", "name": "serve"}, "parts": part}
