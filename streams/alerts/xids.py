@@ -50,8 +50,11 @@ _ROWS: dict[int, Xid] = {
     46: Xid("hardware", "the GPU stopped and did not react", _RESET),
     48: Xid("hardware", "a memory error that ECC could not correct", _RESET),
     54: Xid("hardware", "the GPU's board has no auxiliary power", "check the power cables of the GPU"),
+    57: Xid("hardware", "an error on the way to the GPU's memory", _RESET),
+    58: Xid("hardware", "the way to the GPU's memory is unstable", _RESET),
+    59: Xid("driver", "an error of the GPU's internal controller (older drivers)", _UPDATE),
     60: Xid("application", "an error in the GPU's security or video processor", _RESTART),
-    61: Xid("hardware", "the GPU's internal controller stopped at a breakpoint (older drivers)", _RESET),
+    61: Xid("hardware", "the GPU's internal controller stopped at a breakpoint", _RESET),
     62: Xid("hardware", "the GPU's internal controller halted", _RESET),
     63: Xid("recovered", "a bad row or page of memory is replaced", _LATER),
     64: Xid("hardware", "a bad row of memory could not be replaced", _RESET),
@@ -86,7 +89,7 @@ _ROWS: dict[int, Xid] = {
     151: Xid("driver", "keys of confidential computing could not be changed", "restart the virtual machine"),
     154: Xid("recovered", "what the GPU needs has changed (nvidia-smi -q: GPU Recovery Action)", _OTHERS),
     155: Xid("hardware", "an NVLink was found to be wrong by the driver", _LINK),
-    156: Xid("recovered", "a part of the GPU that is bad is taken out of use", _LATER),
+    156: Xid("hardware", "a part of the GPU that is bad is taken out of use at the next reset", _RESET),
     157: Xid("hardware", "a part of the GPU that is bad could not be taken out of use", _RESET),
     158: Xid("hardware", "the GPU did not react within a time after which it never does", _RESET),
     159: Xid("hardware", "an error on the link between GPU and CPU", _OTHERS),
@@ -103,6 +106,7 @@ _ROWS: dict[int, Xid] = {
     170: Xid("hardware", "an NVLink had an error in confidential computing", _LINK),
     171: Xid("hardware", "a memory error that ECC could not correct, in the GPU's DRAM", _RESET),
     172: Xid("hardware", "a memory error that ECC could not correct, in the GPU's caches (SRAM)", _RESET),
+    173: Xid("hardware", "the link between GPU and CPU (C2C) failed", _RESET),
 }  # fmt: skip
 
 

@@ -13,6 +13,9 @@ from streams.alerts.xids import UNKNOWN, XID_KINDS, XIDS, XidKind, of_code
         (43, "application"),
         (45, "application"),
         (48, "hardware"),
+        (57, "hardware"),
+        (58, "hardware"),
+        (59, "driver"),
         (62, "hardware"),
         (63, "recovered"),
         (64, "hardware"),
@@ -23,11 +26,17 @@ from streams.alerts.xids import UNKNOWN, XID_KINDS, XIDS, XidKind, of_code
         (95, "hardware"),
         (119, "hardware"),
         (145, "hardware"),
+        (156, "hardware"),
+        (173, "hardware"),
         (38, "driver"),
     ],
 )
 def test_each_code_says_who_caused_the_error(code: int, kind: XidKind) -> None:
     assert of_code(code).kind == kind
+
+
+def test_an_error_that_newer_drivers_report_is_not_called_one_of_older_drivers() -> None:
+    assert [code for code, xid in XIDS.items() if "older drivers" in xid.meaning] == [59]
 
 
 @pytest.mark.parametrize("code", [None, 0, -1, 1, 999, 10**9])
