@@ -3,8 +3,9 @@
 In: raw numbers and their widths in bits. Out: numbers in base units, within limits; None if there is none. Pure.
 
 A row names its sources in order of preference, and the first that the device supports is used. The source that the
-catalogue names comes first. PCIe throughput comes from byte counters, because nvmlDeviceGetPcieThroughput takes 20 ms
-for each direction.
+catalogue names comes first. PCIe throughput comes from GPM or byte counters, because nvmlDeviceGetPcieThroughput takes
+20 ms for each direction. GPM comes first: the driver keeps those counters in 32 bits, which a busy link fills several
+times a second.
 
 Source: nvml.h for calls, fields and units; it writes "not available" as all ones of the type. DCGM, whose numbers may
 come through some layers, writes it as 2^31 - 16 and 2^63 - 16 (and the three numbers above each); some calls as -1. The
@@ -195,10 +196,10 @@ TABLE: tuple[Row, ...] = (
     _row("max_memory_clock_hz", _HERTZ, _call("nvmlDeviceGetMaxClockInfo", 2, scale=_MHZ)),
     _row("clock_event_reasons", _BITMASK, _call("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
          _call("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64)),
-    _row("pcie_tx_bytes_per_second", _PCIE, _field(197, "PCIE_COUNT_TX_BYTES", rate=True),
-         _gpm(20, "PCIE_TX_PER_SEC", _MIB)),
-    _row("pcie_rx_bytes_per_second", _PCIE, _field(198, "PCIE_COUNT_RX_BYTES", rate=True),
-         _gpm(21, "PCIE_RX_PER_SEC", _MIB)),
+    _row("pcie_tx_bytes_per_second", _PCIE, _gpm(20, "PCIE_TX_PER_SEC", _MIB),
+         _field(197, "PCIE_COUNT_TX_BYTES", rate=True)),
+    _row("pcie_rx_bytes_per_second", _PCIE, _gpm(21, "PCIE_RX_PER_SEC", _MIB),
+         _field(198, "PCIE_COUNT_RX_BYTES", rate=True)),
     _row("pcie_replays_total", _COUNT, _call("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER")),
     _row("ecc_corrected_volatile_total", _COUNT, _call(_ECC, 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
     _row("ecc_uncorrected_volatile_total", _COUNT, _call(_ECC, 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),

@@ -94,14 +94,14 @@ def test_gpm_that_the_driver_lacks_is_distinguished_from_gpm_that_the_gpu_lacks(
         assert _calls(bench.left_out()["sm_active_ratio"]) == [("nvmlGpmQueryDeviceSupport", "FUNCTION_NOT_FOUND")]
 
 
-def test_what_gpm_would_give_in_place_of_a_field_names_the_call_that_found_no_gpm() -> None:
+def test_what_a_field_gives_in_place_of_gpm_names_the_call_that_found_no_gpm() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlGpmQueryDeviceSupport", binding.FUNCTION_NOT_FOUND)
     bench.gpu.fields[197] = FieldValue(binding.NOT_SUPPORTED)
     for _ in range(2):
         assert _calls(bench.left_out()["pcie_tx_bytes_per_second"]) == [
-            ("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "NOT_SUPPORTED"),
             ("nvmlGpmQueryDeviceSupport", "FUNCTION_NOT_FOUND"),
+            ("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "NOT_SUPPORTED"),
         ]
 
 

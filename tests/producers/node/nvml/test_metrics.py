@@ -54,13 +54,11 @@ class Bench:
 
 def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
     bench = Bench()
-    bench.counters(0, 0)
-    bench.gpu.profiled({1: 93.5, 2: 80, 3: 40, 5: 70.25, 10: 55, 11: 0, 12: 12.5, 13: 6.25, 60: 3, 61: 2})
+    bench.gpu.profiled({1: 93.5, 2: 80, 3: 40, 5: 70.25, 10: 55, 11: 0, 12: 12.5, 13: 6.25, 20: 4, 21: 1, 60: 3, 61: 2})
     bench.keep(UTILIZATION, 1)
     bench.keep(SAMPLED_POWER, 1)
     bench.values()
     bench.clock.now_s += 2
-    bench.counters(2000, 500)
     bench.keep(UTILIZATION, 93, 0, 57)
     bench.keep(SAMPLED_POWER, 250_500, 749_500)
     values = bench.values()
@@ -117,8 +115,8 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
         "max_sm_clock_hz": 1_980_000_000,
         "max_memory_clock_hz": 2_620_000_000,
         "clock_event_reasons": 4,
-        "pcie_tx_bytes_per_second": 1000,
-        "pcie_rx_bytes_per_second": 250,
+        "pcie_tx_bytes_per_second": 4 << 20,
+        "pcie_rx_bytes_per_second": 1 << 20,
         "pcie_replays_total": 3,
         "ecc_corrected_volatile_total": 11,
         "ecc_uncorrected_volatile_total": 0,
@@ -499,13 +497,17 @@ def test_samples_of_gpm_before_and_after_a_loss_are_not_compared() -> None:
     assert len(bench.nvml.windows) == 1
 
 
-def test_the_pcie_traffic_is_gpms_if_there_are_no_counters() -> None:
+@pytest.mark.parametrize("has_counters", [True, False])
+def test_the_pcie_traffic_is_gpms_also_beside_counters_that_have_wrapped_several_times(has_counters: bool) -> None:
     bench = Bench()
-    bench.gpu.profiled({20: 7, 21: 5})
-    bench.values()
-    bench.clock.now_s += 1
-    values = bench.values()
-    assert (values["pcie_tx_bytes_per_second"], values["pcie_rx_bytes_per_second"]) == (7 << 20, 5 << 20)
+    bench.gpu.profiled({20: 20_000, 21: 50_000})
+    for seconds in range(2):
+        if has_counters:
+            tx, rx = (seconds * rate_mib * (1 << 20) % 2**32 for rate_mib in (20_000, 50_000))
+            bench.counters(tx, rx, bits=32)
+        values = bench.values()
+        bench.clock.now_s += 1
+    assert (values["pcie_tx_bytes_per_second"], values["pcie_rx_bytes_per_second"]) == (20_000 << 20, 50_000 << 20)
 
 
 def test_the_first_samples_reach_further_back_than_a_tick_and_are_left_out() -> None:
