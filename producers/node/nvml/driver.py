@@ -62,7 +62,8 @@ def works(index):
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
-        return uuid if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED else None
+        refused = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION)  # the latter in MIG mode
+        return uuid if error.value in refused else None
     return uuid
 
 pynvml.nvmlInit()

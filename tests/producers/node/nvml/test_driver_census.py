@@ -45,6 +45,17 @@ async def test_it_reports_the_gpus_that_work(nvml: ScriptedNvml, inherit: Enviro
     census.close()
 
 
+async def test_a_gpu_in_mig_mode_works_though_only_some_may_know_its_memory(
+    nvml: ScriptedNvml, inherit: Environment
+) -> None:
+    inherit(nvml)
+    nvml.gpus = 1
+    nvml.fail(0, "nvmlDeviceGetMemoryInfo", 4)  # NO_PERMISSION: nvml.h wants "appropriate privileges"
+    census = Census()
+    assert await census.run() == frozenset({"GPU-5c41b7ed-0000-4000-8000-000000000000"})
+    census.close()
+
+
 @pytest.mark.parametrize("state", ["absent", "mismatch"])
 async def test_without_a_driver_it_reports_nothing_and_does_not_fail(
     nvml: ScriptedNvml, inherit: Environment, state: str
