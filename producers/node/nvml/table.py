@@ -245,7 +245,7 @@ TABLE: tuple[Row, ...] = (
 )  # fmt: skip
 """Every key of the catalogue. The first call made for a device is the first supported one in the order of rows."""
 
-AMBIGUOUS_AFTER_S: Final = 10.0  # after this time a counter of 32 bits may have wrapped more than once
+AMBIGUOUS_AFTER_S: Final = 10.0  # after this time a counter of 32 bits has wrapped more than once, if not almost idle
 
 _BLANK: dict[int, frozenset[float]] = {
     bits: frozenset({-1, (1 << bits) - 1, *((1 << (bits - 1)) - 16 + more for more in range(4))}) for bits in (32, 64)
