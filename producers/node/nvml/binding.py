@@ -236,7 +236,7 @@ class Nvml:
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
         """The samples of nvmlDeviceGetSamples of that kind, newer than ``since_us``."""
-        value_type, since = _UINT(), _ULONG(since_us)
+        value_type, since = _unfilled(_UINT), _ULONG(since_us)
         samples = _items(
             "nvmlDeviceGetSamples",
             pynvml.c_nvmlSample_t,
@@ -245,8 +245,8 @@ class Nvml:
             ),
         )
         union_member, _, bits = _VALUE_TYPES.get(value_type.value, ("", "", 0))
-        if not union_member:
-            raise NvmlError(NOT_SUPPORTED)
+        if samples and not union_member:
+            raise NvmlError(NOTHING_FILLED_IN if value_type.value == _UNFILLED else NOT_SUPPORTED)
         return [FieldValue(0, getattr(sample.sampleValue, union_member), bits, sample.timeStamp) for sample in samples]
 
     def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:

@@ -200,6 +200,19 @@ def test_samples_have_their_time_and_no_new_sample_is_not_found(nvml: ScriptedNv
     assert error(lambda: real.samples(gpu, 7, 0)) == (3, "NOT_SUPPORTED")
 
 
+def test_samples_without_a_type_are_an_error_and_no_zeros(real: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*arguments: Any) -> int:
+        count, samples = arguments[-2]._obj, arguments[-1]
+        count.value = 1
+        if samples is not None:
+            samples[0].timeStamp, samples[0].sampleValue.uiVal = 10**15, 93
+        return 0
+
+    gpu = real.handle(0)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda symbol: answer)
+    assert error(lambda: real.samples(gpu, 1, 0)) == (-1, "NO_VALUE")
+
+
 def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(1, gpm_2=12.5)
     nvml.fail(1, "gpm:10", 999)
