@@ -33,7 +33,7 @@ async def main(folder: Path) -> None:
         options = ["--scrape-listen", "127.0.0.1:0", "--page-listen", "off", "--duration", f"{AFTER_S + 20}s"]
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpustream", *run, *options)
         try:
-            async with followed(Connection(broker.address), AFTER_S) as (now, _):
+            async with followed(Connection(broker.address), AFTER_S, "team") as (now, _):
                 await asyncio.sleep(AFTER_S)
                 app = TopApp(now)
                 async with app.run_test(size=SIZE) as pilot:
