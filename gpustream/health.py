@@ -69,6 +69,9 @@ MAX_CLIENTS = 64
 """At most this many connections are served at once, each by a thread. A further one takes the place of the oldest, so
 that clients that only hold connections do not keep the kubelet's probes out."""
 
+MAX_REQUEST_BYTES = 128 * 1024
+"""A longer request is not read to its end: the library takes 6 MiB of headers from a client, and copies them."""
+
 
 class ListenError(Exception):
     """The process can't listen on the address."""
@@ -232,12 +235,14 @@ async def listening(application: "WSGIApplication", address: Address | None) -> 
         server.server_close()
 
 
-class _TimedReader(io.RawIOBase):
-    """Reads from a client until a deadline of the monotonic clock, and then raises TimeoutError."""
+class _LimitedReader(io.RawIOBase):
+    """Reads from a client until a deadline of the monotonic clock, and then raises TimeoutError; of a request that is
+    too long, ConnectionAbortedError."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._connection = connection
         self._deadline_s = deadline_s
+        self._left_bytes = MAX_REQUEST_BYTES
 
     def readable(self) -> bool:
         return True
@@ -247,11 +252,15 @@ class _TimedReader(io.RawIOBase):
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
+        if self._left_bytes <= 0:
+            raise ConnectionAbortedError
         self._connection.settimeout(left_s)
         try:
-            return self._connection.recv_into(buffer)
+            count = self._connection.recv_into(buffer)
         finally:
             self._connection.settimeout(CLIENT_S)
+        self._left_bytes -= count
+        return count
 
 
 class _TimedWriter(io.BufferedIOBase):
@@ -279,7 +288,7 @@ class _Handler(WSGIRequestHandler):
         super().setup()
         self.connection.settimeout(CLIENT_S)
         self.rfile.close()
-        self.rfile = io.BufferedReader(_TimedReader(self.connection, time.monotonic() + CLIENT_S))
+        self.rfile = io.BufferedReader(_LimitedReader(self.connection, time.monotonic() + CLIENT_S))
         self.wfile = _TimedWriter(self.connection)
 
     def get_environ(self) -> "WSGIEnvironment":

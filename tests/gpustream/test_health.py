@@ -1,6 +1,7 @@
 """What a process says of itself over HTTP."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -173,6 +174,20 @@ async def dribble(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"x")
         await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_sends_headers_without_end_is_let_go_and_they_take_no_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with _served(_health()) as address:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        with contextlib.suppress(ConnectionError):  # it is let go while it sends
+            writer.write(b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"x" * 60_000 + b"\r\n") * 50 + b"\r\n")
+            await writer.drain()
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        writer.close()
+
+    assert caplog.records == []
 
 
 async def test_a_client_that_does_not_take_the_answer_is_let_go_without_a_word(
