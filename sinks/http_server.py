@@ -30,8 +30,8 @@ MAX_CLIENTS = 128
 """The most open connections. A further one takes the place of the oldest that asks nothing, so that clients that only
 hold connections keep nobody out."""
 
-_MAX_HEADERS = 512
-"""The API server sends a header for each group of a user, of which directories give hundreds."""
+MAX_HEADERS = 64
+"""The most headers of a request. Each may have 8 KiB, and they wait in memory until the last one is there."""
 
 _END_S = 1.0
 _RETRY_S = 1.0
@@ -99,6 +99,7 @@ async def listening(
     middlewares: Iterable[Middleware] = (),
     closing: Callable[[], None] = lambda: None,
     cancel_on_leave: bool = True,
+    max_headers: int = MAX_HEADERS,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve inside of the context, and yield the actual address. ``option``: where the address is from, for errors.
 
@@ -116,7 +117,7 @@ async def listening(
         logger=_requests_log,
         shutdown_timeout=_END_S,
         keepalive_timeout=IDLE_S,
-        max_headers=_MAX_HEADERS,
+        max_headers=max_headers,
         auto_decompress=False,  # nothing reads a body: the gigabytes that a small one may become must cost nothing
     )
     await runner.setup()

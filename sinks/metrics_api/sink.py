@@ -62,6 +62,9 @@ _READ_BACK = Back(STALE_S + 10.0, records=500)
 
 _FORGET_EVERY_S = 1.0
 
+_MAX_HEADERS_OF_PROXY = 512
+"""The API server sends a header for each group of a user, of which directories give hundreds."""
+
 
 class MetricsApiSink:
     """A component: :meth:`run` it until it is to stop."""
@@ -109,6 +112,7 @@ class MetricsApiSink:
                 option="--metrics-listen",
                 context=tls.context if tls is not None else None,
                 middlewares=[api.guard],
+                max_headers=http_server.MAX_HEADERS if cluster is None else _MAX_HEADERS_OF_PROXY,
             )
             self.address = await stack.enter_async_context(served)
             forgetting = asyncio.ensure_future(self._forget())

@@ -92,12 +92,17 @@ async def test_a_fault_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert "a fault of ours" in str(entry.exc_info)
 
 
-async def test_a_user_of_many_groups_is_answered() -> None:
-    async with serving() as (reader, writer):
+@pytest.mark.parametrize(("max_headers", "status"), [(http_server.MAX_HEADERS, b"400"), (512, b"404")])
+async def test_only_a_server_that_expects_a_header_for_each_group_of_a_user_takes_hundreds(
+    max_headers: int, status: bytes
+) -> None:
+    async with listening([], ("127.0.0.1", 0), option="--listen", max_headers=max_headers) as address:
+        reader, writer = await asyncio.open_connection(*address)
         groups = "".join([f"X-Remote-Group: {number}\r\n" for number in range(400)])
         writer.write(f"GET /none HTTP/1.1\r\nHost: x\r\n{groups}\r\n".encode())
 
-        assert (await reader.readline()).split()[1] == b"404"
+        assert (await reader.readline()).split()[1] == status
+        writer.close()
 
 
 async def test_clients_that_ask_nothing_make_room_for_new_ones_and_one_that_waits_for_its_answer_stays(
