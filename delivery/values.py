@@ -133,8 +133,9 @@ def host_ports(text: str) -> str:
     for part in parts:
         host, _, port = part.rpartition(":")
         if not _HOST.fullmatch(host) or not _is_port(port) or port == "0":
+            shown = re.sub(".*@", "***@", part)  # what is before it may be a user and a password
             raise ValueError(
-                f"{part!r} is not HOST:PORT, such as kafka-0:9092 or [fd00::1]:9092 (several are separated by commas)"
+                f"{shown!r} is not HOST:PORT, such as kafka-0:9092 or [fd00::1]:9092 (several are separated by commas)"
             )
     return ",".join(parts)
 

@@ -23,6 +23,7 @@ import click
 
 from delivery import settings as schema
 from delivery.connection import Connection
+from delivery.redaction import redact
 from delivery.settings import LISTEN, ComponentSpec, ConnectionSettings, Field, Text
 from delivery.values import Address
 
@@ -48,12 +49,13 @@ def output_failure(error: BaseException | None) -> str | None:
 
 
 class UsageErrors(click.UsageError):
-    """Every error of a command line and its environment, and the variables in it that are misspelt."""
+    """Every error of a command line and its environment, and the variables in it that are misspelt. In a container
+    they are in its log, so they repeat no password of a URL."""
 
     def __init__(self, errors: list[str], ctx: click.Context) -> None:
         errors = errors + _misspelt_variables(name for param in ctx.command.params for name in param.opts)
         lines = errors if len(errors) == 1 else [f"{len(errors)} mistakes:", *(f"  {error}" for error in errors)]
-        super().__init__("\n".join(lines), ctx)
+        super().__init__(redact("\n".join(lines)), ctx)
 
 
 class _Collecting(click.Parameter):

@@ -176,3 +176,20 @@ def test_what_a_server_answers_does_nothing_to_a_terminal(capsys: pytest.Capture
     failed("it answers \x1b]0;title\x07\nsecond line")
 
     assert capsys.readouterr() == ("name\na?[2Jb?\n", "it answers ?]0;title?\nsecond line\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["sink", "alertmanager", "--kafka", "k:9092", "--url", "https://me:hunter2@alerts:9093/api/v2/alerts"],
+        ["sink", "alertmanager", "--kafka", "k:9092", *["--url", "https://me:hunter2@alerts:9093/?a=b"] * 2],
+        ["topics", "list", "--kafka", "sasl://me:hunter2@kafka:9092"],
+        ["topics", "list", "--kafka", "me:hunter2@kafka:9092"],
+    ],
+)
+def test_an_error_of_the_command_line_repeats_no_password(args: list[str]) -> None:
+    result = CliRunner().invoke(main, args)
+
+    assert result.exit_code == 2
+    assert "***@" in result.output
+    assert "hunter2" not in result.output
