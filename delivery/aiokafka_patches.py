@@ -17,6 +17,9 @@ The name of a record's header may be any bytes, and aiokafka raises an error if 
 would end each of its readers, again and again. So a fetch with such a name is read again, with what is no UTF-8
 replaced.
 
+A few kilobytes may unpack to gigabytes: one such batch would end each of its readers, too, for lack of memory. So no
+batch is unpacked further than ``MAX_UNPACKED_BYTES``; a single malformed record takes the place of one that is larger.
+
 A producer compresses at zstd's level 1: our records become no larger than at level 3, in 0.8 of the time.
 
 In another release of aiokafka, what is changed here may be different. Then the import of this module raises
@@ -27,7 +30,9 @@ Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creatio
 
 import asyncio
 import inspect
+import mmap
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -36,6 +41,8 @@ import aiokafka
 import aiokafka.admin.client
 import aiokafka.client
 import aiokafka.consumer.fetcher
+import aiokafka.record.default_records
+import cramjam
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.codec import zstd_encode
 from aiokafka.conn import CloseReason
@@ -48,6 +55,10 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import _MemoryRecordsPy
+from aiokafka.structs import ConsumerRecord
+
+MAX_UNPACKED_BYTES = 32 << 20
+"""Four times the largest batch that a producer of ours makes."""
 
 _OFFSETS_RETRY_S = 0.5
 _OTHER_COORDINATOR = (GroupCoordinatorNotAvailableError.errno, NotCoordinatorForGroupError.errno)
@@ -62,6 +73,9 @@ _CHANGED: tuple[tuple[Any, str, str], ...] = (
     (GroupCoordinator, "_send_req", "self, request"),
     (GroupCoordinator, "_do_commit_offsets", "self, assignment, offsets"),
     (_BATCHES, "zstd_encode", "payload, level"),
+    (_BATCHES, "gzip_decode", "payload"),
+    (_BATCHES, "lz4_decode", "payload"),
+    (_BATCHES, "zstd_decode", "payload"),
     (PartitionRecords, "_unpack_records", "self"),
     (_MemoryRecordsPy, "next_batch", "self, _min_slice, _magic_offset"),
     (_DefaultRecordBatchPy, "_maybe_uncompress", "self"),
@@ -182,6 +196,36 @@ _ZSTD_LEVEL = 1
 _BATCHES.zstd_encode = partial(zstd_encode, level=_ZSTD_LEVEL)
 
 
+class _TooLarge(Exception):
+    """A batch does not fit into the room for what is unpacked."""
+
+
+_room = mmap.mmap(-1, MAX_UNPACKED_BYTES)  # it takes no more memory than the largest batch needed
+_room_lock = threading.Lock()
+
+
+def _bounded(unpack_into: Callable[[Any, Any], int]) -> Callable[[Any], bytes]:
+    """A decode function of aiokafka that raises :class:`_TooLarge`. ``unpack_into`` is cramjam's."""
+
+    def decode(payload: Any) -> bytes:
+        with _room_lock:
+            try:
+                return _room[: unpack_into(payload, _room)]
+            except cramjam.DecompressionError as error:
+                if "whole buffer" in str(error):
+                    raise _TooLarge from None
+                raise
+
+    return decode
+
+
+for _module in (_BATCHES, aiokafka.record.default_records):
+    _module.gzip_decode = _bounded(cramjam.gzip.decompress_into)
+    _module.lz4_decode = _bounded(cramjam.lz4.decompress_into)
+    _module.zstd_decode = _bounded(cramjam.zstd.decompress_into)
+# snappy's blocks say how large they are, and become 21 times as large at most
+
+
 class _NamesInUtf8(bytearray):
     """The content of a batch. What is decoded of it, the names of headers, is UTF-8 with replacements."""
 
@@ -201,31 +245,53 @@ class _LenientBatch(_DefaultRecordBatchPy):  # type: ignore[misc] # likewise
 
 class _LenientRecords(_MemoryRecordsPy):  # type: ignore[misc] # likewise
     def next_batch(self, *args: Any) -> Any:
-        content, batch = self._next_slice, super().next_batch(*args)
-        return _LenientBatch(content) if isinstance(batch, DefaultRecordBatch) else batch
+        content, self.batch = self._next_slice, super().next_batch(*args)
+        if isinstance(self.batch, DefaultRecordBatch):
+            self.batch = _LenientBatch(content)
+        return self.batch
 
 
 class _KeptRecords:
-    """What was fetched of a partition: aiokafka's own records, and their bytes."""
+    """What was fetched of a partition: aiokafka's own records, their bytes, and the last ``batch`` that was read."""
 
     def __init__(self, bytes_data: bytes) -> None:
-        records, self.content = MemoryRecords(bytes_data), bytes_data
-        self.has_next, self.next_batch, self.size_in_bytes = records.has_next, records.next_batch, records.size_in_bytes
+        self._records, self.content = MemoryRecords(bytes_data), bytes_data
+        self.has_next, self.size_in_bytes = self._records.has_next, self._records.size_in_bytes
+
+    def next_batch(self) -> Any:
+        self.batch = self._records.next_batch()
+        return self.batch
 
 
 _unpack_records: Callable[..., Iterator[Any]] = PartitionRecords._unpack_records  # noqa: SLF001 - likewise
 
 
+def _unpack_bounded_records(partition: Any) -> Iterator[Any]:
+    """aiokafka's own iterator over what was fetched; instead of a batch that is too large, a record that says so."""
+    while True:
+        try:
+            yield from _unpack_records(partition)
+        except _TooLarge:
+            batch, tp = partition._records.batch, partition._tp  # noqa: SLF001 - likewise
+            last = batch.next_offset - 1
+            text = f"offsets {batch.base_offset} to {last}: more than {MAX_UNPACKED_BYTES} bytes when they are unpacked"
+            when, value = (batch.max_timestamp, batch.timestamp_type), text.encode()
+            partition.next_fetch_offset = batch.next_offset
+            yield ConsumerRecord(tp.topic, tp.partition, last, *when, None, value, None, -1, len(value), ())
+        else:
+            return
+
+
 def _unpack_all_records(partition: Any) -> Iterator[Any]:
-    """aiokafka's own iterator over what was fetched. If the name of a header is no UTF-8, it goes on with another."""
+    """As :func:`_unpack_bounded_records`. If the name of a header is no UTF-8, it goes on with another iterator."""
     aborted = partition._aborted_transactions.copy()  # noqa: SLF001 - likewise
     try:
-        yield from _unpack_records(partition)
+        yield from _unpack_bounded_records(partition)
     except UnicodeDecodeError:
         next_offset = partition.next_fetch_offset
         partition._records = _LenientRecords(partition._records.content)  # noqa: SLF001 - likewise
         partition._aborted_transactions, partition._aborted_producers = aborted, set()  # noqa: SLF001 - likewise
-        yield from (record for record in _unpack_records(partition) if record.offset >= next_offset)
+        yield from (record for record in _unpack_bounded_records(partition) if record.offset >= next_offset)
 
 
 aiokafka.consumer.fetcher.MemoryRecords = _KeptRecords

@@ -33,7 +33,8 @@ from delivery import aiokafka_patches
 from tests.eventually import eventually
 
 METADATA = 3
-ZSTD, RECORDS_AT = 4, 61  # in Kafka's record batch of version 2: the codec, and where its records begin
+GZIP, LZ4, ZSTD = 1, 3, 4  # codecs of Kafka's record batch of version 2
+RECORDS_AT = 61  # where its records begin
 
 
 @pytest.mark.parametrize("module", [aiokafka.client, aiokafka.admin.client])
@@ -263,3 +264,31 @@ def test_a_header_whose_name_is_no_utf_8_ends_no_reader(codec: int) -> None:
         (17, b"0", "f", 18), (18, b"1", "\ufffdg", 19),
     ]  # fmt: skip
     assert unread.next_fetch_offset == 19
+
+
+def large(first: int, codec: int) -> bytes:
+    """A batch of two records that is larger than anybody wants to have when it is unpacked."""
+    builder = _DefaultRecordBatchBuilderPy(2, codec, 0, -1, 0, 0, 1 << 30)
+    for offset in range(2):
+        assert builder.append(offset, 1, b"k", bytes(aiokafka_patches.MAX_UNPACKED_BYTES // 2), []) is not None
+    batch = builder.build()
+    struct.pack_into(">q", batch, 0, first)
+    return bytes(batch)
+
+
+@pytest.mark.parametrize("codec", [GZIP, LZ4, ZSTD])
+@pytest.mark.parametrize("name", ["b", NotUtf8("b")], ids=["utf-8", "no utf-8"])
+def test_a_malformed_record_takes_the_place_of_a_batch_that_becomes_too_large(codec: int, name: str) -> None:
+    parts = (written(10, ["a"], codec), large(11, codec), written(13, ["x", name], codec), large(15, codec))
+    unread = fetcher.PartitionRecords(
+        TopicPartition("gpu.samples", 0), fetcher.MemoryRecords(b"".join(parts)), [], 10, None, None, True, None
+    )
+    values = [(record.offset, record.key, record.value, unread.next_fetch_offset) for record in unread]
+
+    assert values == [
+        (10, b"k", b"0", 11),
+        (12, None, b"offsets 11 to 12: more than 33554432 bytes when they are unpacked", 13),
+        (13, b"k", b"0", 14), (14, b"k", b"1", 15),
+        (16, None, b"offsets 15 to 16: more than 33554432 bytes when they are unpacked", 17),
+    ]  # fmt: skip
+    assert unread.next_fetch_offset == 17

@@ -10,6 +10,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
+from delivery.aiokafka_patches import MAX_UNPACKED_BYTES
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.real.pipeline import Gpustream, read_all
@@ -115,6 +116,26 @@ async def test_each_malformed_record_is_a_dead_letter_and_the_next_tick_is_attri
         assert len(letter.value) == min(int(headers["length"]), 64 * 1024), name
     assert stream.returncode is None, stream.log_tail()
     assert await dead_lettered(stream, "gpu.samples", len(MALFORMED)) == {"delivered": 1}
+
+
+async def test_a_batch_that_unpacks_to_more_than_anybody_wants_is_a_dead_letter_and_leaves_the_worker_up(
+    empty_kafka: KafkaServer, send: Send, gpustream: Callable[..., Gpustream]
+) -> None:
+    size = 4 * MAX_UNPACKED_BYTES
+    async with AIOKafkaProducer(
+        bootstrap_servers=empty_kafka.address, max_request_size=2 * size, compression_type="zstd"
+    ) as producer:
+        bomb = await producer.send_and_wait("gpu.samples", bytes(size), b"c/n")
+    await send("gpu.samples", tick("n"))
+    stream = gpustream("stream", "stream", "attribution", "--kafka", empty_kafka.address)
+    await asyncio.to_thread(stream.start)
+    await attributed_until(empty_kafka, "n")
+    (letter,) = await read_all(empty_kafka.address, "gpu.dead-letters")
+
+    assert dict(letter.headers)["offset"] == str(bomb.offset).encode()
+    assert letter.value.endswith(b"bytes when they are unpacked")
+    assert stream.returncode is None, stream.log_tail()
+    assert await dead_lettered(stream, "gpu.samples", 1) == {"delivered": 1}
 
 
 async def test_an_unknown_device_id_costs_that_device_its_holder_and_nothing_else(
