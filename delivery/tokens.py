@@ -18,6 +18,7 @@ from urllib.parse import quote_plus
 
 from delivery.connection import Connection, CredentialsError
 from delivery.proxy import proxy_of
+from delivery.redaction import redact
 
 _TIMEOUT_S = 10.0
 _FRESH = 0.8  # a token is used again during this part of its life
@@ -80,7 +81,7 @@ async def _from_endpoint(connection: Connection) -> Token:
                     raise ValueError("its answer is too long")
             answer = json.loads(content or b"null")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
-        reason = str(error) or type(error).__name__
+        reason = redact(str(error)) or type(error).__name__  # a proxy's URL may have a password
         raise CredentialsError(
             f"no token from {endpoint}: {reason}: is it up, and is this the token endpoint?"
         ) from None
@@ -88,8 +89,8 @@ async def _from_endpoint(connection: Connection) -> Token:
     if response.status != 200 or not isinstance(answer.get("access_token"), str):
         reason = f"{answer.get('error') or response.reason} {answer.get('error_description') or ''}".strip()
         raise CredentialsError(
-            f"no token from {endpoint}: it answers {response.status} ({reason[:200]}): check --kafka-oauth-client-id,"
-            " --kafka-oauth-client-secret-file and --kafka-oauth-scope"
+            f"no token from {endpoint}: it answers {response.status} ({redact(reason)[:200]}): check"
+            " --kafka-oauth-client-id, --kafka-oauth-client-secret-file and --kafka-oauth-scope"
         )
     expires = answer.get("expires_in", _LIFE_S)
     is_number = isinstance(expires, int | float | str) and str(expires).replace(".", "").isdigit()

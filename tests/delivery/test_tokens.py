@@ -125,6 +125,21 @@ async def test_an_endpoint_that_is_away_is_named(endpoint: Endpoint, tmp_path: P
         await tokens.token(client(endpoint, tmp_path))
 
 
+async def test_no_error_repeats_the_password_of_a_proxy_or_what_an_endpoint_repeats_of_a_secret(
+    monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.status, endpoint.answer = 400, {"error": "invalid", "error_description": f"client_secret={SECRET}"}
+    with pytest.raises(CredentialsError, match="it answers 400") as repeated:
+        await tokens.token(client(endpoint, tmp_path))
+    monkeypatch.setenv("https_proxy", endpoint.url.replace("http://", "http://me:hunter2@"))  # it makes no tunnels
+    endpoint.url = "https://tokens.example/token"
+    with pytest.raises(CredentialsError, match=r"no token from https://tokens.example/token: 40\d") as refused:
+        await tokens.token(client(endpoint, tmp_path))
+
+    assert SECRET not in str(repeated.value)
+    assert "hunter2" not in str(refused.value)
+
+
 async def test_an_aws_role_gets_a_token_of_the_brokers_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
