@@ -28,6 +28,7 @@ from aiokafka.errors import (
 )
 
 from delivery.connection import Connection, CredentialsError
+from delivery.redaction import redact
 
 
 class FencedLeaderEpochError(BrokerResponseError):  # type: ignore[misc] # aiokafka has no types
@@ -111,8 +112,9 @@ _OF_CERTIFICATE = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
 
 def describe(error: BaseException) -> str:
-    """One line with an error's class and message; for a missing ACL or a refused option, what to do."""
-    name, text = type(error).__name__, str(error)
+    """One line with an error's class and message, without a password of a URL; for a missing ACL or a refused option,
+    what to do."""
+    name, text = type(error).__name__, redact(str(error))
     for kind, action in _DENIED.items():
         if isinstance(error, kind):
             subject = error.args[0] if error.args else ""

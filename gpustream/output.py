@@ -26,6 +26,7 @@ from rich.text import Text
 
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
+from delivery.redaction import redact
 from delivery.values import printable
 from topics.times import epoch_ms, time_of
 
@@ -48,9 +49,9 @@ def answer(request: Coroutine[Any, Any, R]) -> R:
 def failed(sentence: object) -> SystemExit:
     """Prints the sentence on standard error. Raise the result to end the command with exit code 1.
 
-    A part of it may be what a server answered.
+    A part of it may be what a server answered, or the URL of a proxy with its password.
     """
-    click.echo("\n".join(map(printable, str(sentence).split("\n"))), err=True)
+    click.echo("\n".join(map(printable, redact(str(sentence)).split("\n"))), err=True)
     return SystemExit(FAILED)
 
 

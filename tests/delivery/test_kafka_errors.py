@@ -149,6 +149,10 @@ def test_a_session_timeout_that_the_brokers_refuse_is_named_with_their_limits() 
     assert text.endswith("(InvalidSessionTimeoutError)")
 
 
+def test_a_description_has_no_password_of_a_url() -> None:
+    assert describe(OSError("url='http://me:hunter2@proxy:3128'")) == "OSError: url='http://***@proxy:3128'"
+
+
 def test_an_error_is_named_once() -> None:
     assert describe(KafkaConnectionError("away")) == "KafkaConnectionError: away"
     assert describe(TimeoutError()) == "TimeoutError"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gpustream.output import is_screen, json_text
+from gpustream.output import failed, is_screen, json_text
 
 
 @pytest.mark.parametrize(("encoding", "expected"), [("utf-8", True), ("UTF-8", True), ("ascii", False)])
@@ -30,3 +30,9 @@ def test_json_has_no_character_on_which_a_terminal_acts_and_means_the_same(text:
 
     assert shown.isprintable()
     assert json.loads(shown) == {"name": text, "count": 2**70}
+
+
+def test_a_failure_is_printed_without_the_password_of_a_proxy(capsys: pytest.CaptureFixture[str]) -> None:
+    failed("407, message='no', url='http://me:hunter2@proxy:3128'")
+
+    assert capsys.readouterr().err == "407, message='no', url='http://***@proxy:3128'\n"
