@@ -165,8 +165,9 @@ def written(file: Path) -> Iterator[TextIO]:
             return
         target = file.resolve()
         temporary = target.with_name(f".{target.name}.tmp")
+        temporary.unlink(missing_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8", newline="") as out:
+            with temporary.open("x", encoding="utf-8", newline="") as out:  # through no link that somebody put there
                 yield out
             temporary.replace(target)
         finally:

@@ -3,10 +3,11 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from gpustream.output import failed, is_screen, json_text
+from gpustream.output import failed, is_screen, json_text, written
 
 
 @pytest.mark.parametrize(("encoding", "expected"), [("utf-8", True), ("UTF-8", True), ("ascii", False)])
@@ -36,3 +37,13 @@ def test_a_failure_is_printed_without_the_password_of_a_proxy(capsys: pytest.Cap
     failed("407, message='no', url='http://me:hunter2@proxy:3128'")
 
     assert capsys.readouterr().err == "407, message='no', url='http://***@proxy:3128'\n"
+
+
+def test_a_file_is_not_written_through_a_link_that_somebody_else_put_beside_it(tmp_path: Path) -> None:
+    file, other = tmp_path / "bill.csv", tmp_path / "other"
+    other.write_text("theirs")
+    (tmp_path / ".bill.csv.tmp").symlink_to(other)
+    with written(file) as out:
+        out.write("ours")
+
+    assert (file.read_text(), other.read_text(), file.is_symlink()) == ("ours", "theirs", False)
