@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from topics import allocations, samples
 from topics.samples import Sample
-from topics.topic import decoder
+from topics.topic import MAX_MESSAGE_BYTES, decoder
 
 EXAMPLE = samples.TOPIC.example
 decode = decoder(Sample)
@@ -96,3 +96,9 @@ def test_a_record_with_a_changed_byte_is_read_or_refused_with_a_decode_error(ind
     value[index] = byte
 
     assert refused(bytes(value)) or isinstance(decode(bytes(value)), Sample)
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(1, False), (MAX_MESSAGE_BYTES, True)])
+def test_only_a_record_that_a_producer_may_write_is_read_again_for_its_nulls(padding: int, expected: bool) -> None:
+    """A second reading makes objects of all that is in it."""
+    assert refused(sample(devices=None, padding="x" * padding)) == expected
