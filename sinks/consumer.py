@@ -363,6 +363,8 @@ class Assignment:
             log.warning("%s: offset %d %s; reading on from %d", self.name, position, _NOT_IN_LOG, got)
             self._handler.reset()
             self._give_back()
+            await self._commit(got)  # or who reads it next would go on at the old offset, if the log has grown past it
+            self.next = got
             return got
         resume = max(position, resume)
         try:

@@ -378,3 +378,24 @@ async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_
     assert setup.consumer.group == (10 if finishes else 0)
     assert setup.count("released_total") == (0 if finishes else 10)
     assert setup.balanced()
+
+
+async def test_a_log_that_begins_again_is_read_from_there_by_the_next_owner_too_if_nothing_was_finished() -> None:
+    setup = Setup(FakeGroup(LOG))
+    setup.handler = slow = SlowHandler(setup.counted)
+    setup.assignment = setup.assign(slow)
+    slow.ready.set()
+    running = asyncio.ensure_future(setup.assignment.run("earliest", Back(2.0)))
+    await eventually(lambda: setup.consumer.group == 10)
+    slow.ready.clear()
+    setup.consumer.log, setup.consumer.at = LOG[:3], 0
+    await eventually(lambda: slow.kept == [0, 1, 2])
+    assert setup.assignment.lag() == 3
+    setup.assignment.abandon.set()
+    await asyncio.wait_for(running, 10)
+
+    setup.consumer.log = [*LOG, ConsumedRecord(10, b"10"), ConsumedRecord(11, b"11")]
+    setup.consumer.polled.clear()
+    next_owner = Setup(setup.consumer)
+    await next_owner.read()
+    assert next_owner.handler.delivered == list(range(12))
