@@ -68,7 +68,8 @@ class RemoteWriteShared(NamedTuple):
 class RemoteWritePartition:
     """The handler of a partition. If ``series`` has a resolution, ticks are not written one by one, but in windows."""
 
-    def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue) -> None:
+    def __init__(self, number: int, series: OpenSeries, shared: RemoteWriteShared, queue: Queue) -> None:
+        self._tp = Partition(TOPIC.name, number)
         self._series, self._shared, self._queue = series, shared, queue
         self._open: dict[bytes | None, ReadRecord] = {}  # the last record of each open window, in the order of the log
         self._log_s = 0.0  # log time, without gaps
@@ -82,7 +83,6 @@ class RemoteWritePartition:
         self._finished: dict[int, tuple[Outcome, str, SeriesTick | None, Counts]] = {}  # by offset; not counted yet
         self._abandon: asyncio.Event | None = None
         self._moved = asyncio.Event()
-        self._tp = Partition(TOPIC.name, -1)
         self._in_doubt_before = 0
         self._counted_s = -math.inf
 
@@ -98,7 +98,7 @@ class RemoteWritePartition:
         """
         if records and abandon is not self._abandon:
             self._forget()
-            self._tp, self._abandon = Partition(records[0].topic, records[0].partition), abandon
+            self._abandon = abandon
             self._in_doubt_before = records[0].offset + _IN_DOUBT_RECORDS  # what was not committed may have been sent
             self._ledger.begin({self._tp: records[0].offset})
             self._series.distrust()

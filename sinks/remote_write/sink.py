@@ -165,8 +165,8 @@ class RemoteWriteSink:
 
         resolution = settings.resolution()
 
-        def samples(_: int) -> RemoteWritePartition:
-            return RemoteWritePartition(OpenSeries(translator, resolution), shared, queue)
+        def samples(number: int) -> RemoteWritePartition:
+            return RemoteWritePartition(number, OpenSeries(translator, resolution), shared, queue)
 
         def alerts(_: int) -> AlertPartition:
             return AlertPartition(AlertSeries(settings.max_labels, relabelling), shared)

@@ -214,7 +214,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
         turns=Turns(),
     )
     queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
-    handler = RemoteWritePartition(OpenSeries(Translator([PROFILES["otel"]])), shared, queue)
+    handler = RemoteWritePartition(0, OpenSeries(Translator([PROFILES["otel"]])), shared, queue)
     cpu, wall = time.process_time(), time.perf_counter()
     finished, abandon = [0], asyncio.Event()
     while finished[-1] < len(records):

@@ -60,7 +60,7 @@ class Setup(SharedSetup):
     def partition(self) -> RemoteWritePartition:
         """The handler of another partition."""
         series = OpenSeries(self.translator, self.resolution)
-        return RemoteWritePartition(series, self.shared, self.queue)
+        return RemoteWritePartition(0, series, self.shared, self.queue)
 
     def _record_outcome(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))
