@@ -378,9 +378,9 @@ async def test_a_sink_that_is_restarted_with_other_options_loses_no_tick_and_ser
 ) -> None:
     fleet, start_ms = Fleet(), now_ms() - 120_000
     lives: list[dict[str, Any]] = [
-        {"protocol": "2.0"},
+        {"protocol": "auto"},
         {"protocol": "1.0", "resolution_s": 5.0},
-        {"protocol": "2.0", "resolution_s": 7.0, "aggregate": ("max",)},
+        {"protocol": "auto", "resolution_s": 7.0, "aggregate": ("max",)},
         {"names": ("otel", "dcgm")},
         {"external_labels": (("env", "lab"),)},
     ]
