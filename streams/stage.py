@@ -116,15 +116,15 @@ class WriteTasks:
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         self._fail = fail
-        self.running: set[asyncio.Task[None]] = set()
-        self.leftover: set[asyncio.Task[None]] = set()
+        self.running: set[asyncio.Task[object]] = set()
+        self.leftover: set[asyncio.Task[object]] = set()
         self.room = asyncio.Event()
         self.room.set()
 
-    def start(self, work: Coroutine[Any, Any, None], *, failure: str = "not written") -> None:
+    def start(self, work: Coroutine[Any, Any, object], *, failure: str = "not written") -> None:
         """Start to write. If it fails, the process ends with ``failure`` and the error."""
 
-        def on_done(task: "asyncio.Task[None]") -> None:
+        def on_done(task: "asyncio.Task[object]") -> None:
             self.running.discard(task)
             self.leftover.discard(task)
             if len(self.running) < _MANY_WRITES:

@@ -305,7 +305,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         await self._await_acks("alert", acks)
         if epoch != self.epoch:
             return
-        await self._write_state(partition, node, memory.encode(pending.state))
+        is_taken = await self._write_state(partition, node, memory.encode(pending.state))
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
         if epoch != self.epoch:
             current_partition = self._partitions.get(partition.number)
@@ -320,7 +320,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 self._instruments.counter("gpustream_alerts_written_total", kind).inc()
             if kind in ("alert", "report"):
                 self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-        node.finish_write(pending.state)
+        node.finish_write(pending.state, is_taken=is_taken)
         self._write_and_finish(partition, node)
 
     async def _delete(self, partition: PartitionNodes, node: Node, last: NodeAlerts) -> None:
@@ -337,9 +337,10 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             node.saved = node.durable = None
             self._write_and_finish(partition, node)
 
-    async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> None:
+    async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> bool:
+        """Write a state, or its deletion. Returns whether the broker took it."""
         ack = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
-        await self._await_acks("state", [ack])
+        return await self._await_acks("state", [ack]) == 1
 
     # -- time
 

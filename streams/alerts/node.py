@@ -155,8 +155,11 @@ class Node:
         self._unread_writes.append(order(pending.state))
         return pending
 
-    def finish_write(self, state: NodeAlerts) -> None:
-        """The write is acknowledged. Alerts that had to be in the state first may be written now."""
+    def finish_write(self, state: NodeAlerts, *, is_taken: bool) -> None:
+        """The write is acknowledged or, if it is too large, refused. Alerts that had to be in the state first may be
+        written now."""
+        if not is_taken and order(state) in self._unread_writes:
+            self._unread_writes.remove(order(state))
         self.saved, self.durable, self.writing = _later(self.saved, state), _later(self.durable, state), False
         if self.current is not None and self.settled():
             self.apply(machine.announce(self.current))

@@ -229,7 +229,8 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             if epoch != self.epoch:
                 return
             node.sent.append(value)
-            await self._send(number, "state", [(node.key, value)])
+            if not await self._send(number, "state", [(node.key, value)]) and value in node.sent:
+                node.sent.remove(value)  # it was refused: it is never read back
             if epoch != self.epoch:
                 return
             node.stored(value, order)
@@ -239,14 +240,15 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 break
         node.writing = False
 
-    async def _send(self, number: int, kind: str, values: Iterable[tuple[bytes, bytes | None]]) -> None:
-        """Send values of a kind, each with its key, and wait until the broker has them."""
+    async def _send(self, number: int, kind: str, values: Iterable[tuple[bytes, bytes | None]]) -> int:
+        """Send values of a kind, each with its key, and wait until the broker has them. Returns how many it took."""
         sent = []
         for key, value in values:  # of a node that is new in the middle of an hour there are hundreds
             await self._turns.next()
             sent.append(await self.app.sender.send(_TOPICS[kind], value, key=key, partition=number))
         acknowledged = await self._await_acks(kind, sent)
         self._instruments.counter("gpustream_usage_written_total", kind).inc(acknowledged)
+        return acknowledged
 
     # -- time
 

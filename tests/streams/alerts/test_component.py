@@ -161,6 +161,17 @@ async def test_an_alert_or_state_that_is_too_large_is_left_out_and_counted() -> 
     assert worker.position() == 699
 
 
+async def test_nothing_is_kept_of_states_that_the_broker_refuses() -> None:
+    worker, sizes = await working(Broker()), list[int]()
+    worker.sender.largest = 10
+    for start in range(0, 800, 20):
+        await next_read(worker, range(start, start + 12), HOT)
+        await next_read(worker, range(start + 12, start + 20))
+        sizes.append(kept(worker.stage, without=[worker]))
+    assert worker.total("unsendable_total", "state") > 40
+    assert max(sizes[20:]) <= max(sizes[:20])
+
+
 # -- replays
 
 

@@ -16,6 +16,7 @@ from streams.usage.books import Accounting
 from streams.usage.component import INSTRUMENTS, KEEP_S, NO_SAMPLES_S, UsageWorker
 from tests.clock import run
 from tests.eventually import eventually, settle
+from tests.growth import kept
 from tests.streams.alerts.fakes import Broker, Worker
 from tests.streams.fakes import Record
 from tests.streams.usage.made import START_MS, gpu, holder
@@ -291,6 +292,20 @@ def test_books_that_another_worker_wrote_late_are_overwritten() -> None:
 
     own_books, last_one = run(lived())
     assert last_one == own_books
+
+
+async def test_nothing_is_kept_of_books_that_the_broker_refuses() -> None:
+    broker, sizes = Broker(), list[int]()
+    worker = UsageOf(broker)
+    worker.sender.largest = 10
+    await worker.start()
+    for minute in range(30):
+        log_steadily(broker, minute * 60, minute * 60 + 60)
+        await worker.live()
+        sizes.append(kept(worker.stage, without=[worker]))
+    assert worker.count("unsendable_total", "state") == 29
+    assert worker.position() == len(broker.logs[ATTRIBUTED])
+    assert max(sizes[25:]) <= max(sizes[21:25])  # after 20 minutes the first is final
 
 
 def test_a_worker_that_read_its_successors_books_before_it_lost_the_partition_goes_on_from_those() -> None:
