@@ -302,9 +302,9 @@ class NodeWorker(Worker[N], Generic[N]):
             partition.caught_up.handled = batch[-1][0].offset
             self.close_silent(partition)
 
-    async def _await_acks(self, kind: str, sent: Iterable["asyncio.Future[int]"]) -> int:
-        """Wait for all acknowledgements of a kind of record, and return how many records the broker took. A record that
-        can never be sent is counted and left out: to fail because of it would fail again after each restart."""
+    async def _await_acks(self, kind: str, sent: Iterable["asyncio.Future[int]"]) -> list[int | None]:
+        """Wait for all acknowledgements of a kind of record, and return the offset of each. A record that can never be
+        sent is counted and has none: to fail because of it would fail again after each restart."""
         outcomes = await asyncio.gather(*sent, return_exceptions=True)
         for error in outcomes:
             if isinstance(error, Unsendable):
@@ -312,7 +312,7 @@ class NodeWorker(Worker[N], Generic[N]):
                 log.error("a record of %s (%s) is left out: %s", self._stage, kind, error)
             elif isinstance(error, BaseException):
                 raise error
-        return sum([isinstance(outcome, int) for outcome in outcomes])
+        return [outcome if isinstance(outcome, int) else None for outcome in outcomes]
 
     async def watch(self) -> None:
         """Once a second, check each partition whose state has been read. Never returns."""

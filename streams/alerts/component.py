@@ -30,6 +30,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.app import Stream
+from streams.kept_state import KeptState
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
 from streams.stage import ATTRIBUTED, COMMON, SAMPLES, Clocks, Malformed, NodeWorker, decode_record, decode_value
@@ -125,11 +126,11 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         elif topic == GROUPS:
             self._read_group(partition, slot, record)
         elif record.value is None:
-            partition.remove_state(record.key)
+            partition.remove_state(record.key, slot.offset)
         else:
             state = decode_record(memory.decode, record.key, record.value)
             node = self._node_of(partition, record.key)
-            partition.read_state(node, state)
+            partition.read_state(node, state, slot.offset)
             partition.caught_up.attributed(state.offset)
             self._write_and_finish(partition, node)
         self.app.finish(slot)
@@ -164,18 +165,14 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         """Use a group that was read, or its deletion, unless a later version of it is known. Raises Malformed."""
         known = partition.groups.get(record.key)
         if record.value is None:
-            if known is not None and groups.is_over(known, self._clocks.now_ms()):
+            if known is not None and groups.is_over(known.latest, self._clocks.now_ms()):
                 del partition.groups[record.key]
-                partition.group_offsets.pop(record.key, None)
-        else:
-            group = _decode_grouped(groups.decode_group, record)
-            if known is None or groups.order(known) <= groups.order(group):
-                partition.groups[record.key] = group
-                if known is None or groups.order(known) < groups.order(group):
-                    partition.group_offsets[record.key] = slot.offset
-            elif slot.offset > partition.group_offsets.get(record.key, -1):
-                # written late, by a worker that had lost the partition: make the latest the last one in the topic
-                self._write_tasks.start(self._write_again(partition, record.key, self.epoch))
+            return
+        group = _decode_grouped(groups.decode_group, record)
+        known = partition.groups.setdefault(record.key, KeptState(group))
+        known.read(slot.offset, group, groups.order(group))
+        if known.stale:
+            self._write_tasks.start(self._write_again(partition, record.key, self.epoch))
 
     async def _update_groups(self, partition: PartitionNodes, batch: Batch) -> None:
         """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
@@ -194,7 +191,8 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             except Malformed as error:
                 await self.dead_letter(slot, record, error.reason, str(error))
                 continue
-            group = changed.get(record.key) or partition.groups.get(record.key)
+            known = partition.groups.get(record.key)
+            group = changed.get(record.key) or (None if known is None else known.latest)
             if group is not None and slot.offset <= group.offset and group.offset >= log_end:
                 group = msgspec.structs.replace(group, generation=group.generation + 1, offset=-1)  # created again
             step = groups.step(group, report, slot.offset, self._rules)
@@ -214,31 +212,27 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         for alert, is_news in [(alert, step.is_news) for step in steps for alert in step.alerts]:
             self._count_and_log(alert, "alert" if is_news else "repeat")
         if epoch == self.epoch:
-            partition.groups |= changed
             for slot in slots:
                 self.app.finish(slot)
 
     async def _write_groups(self, partition: PartitionNodes, group_by_key: Mapping[bytes, AlertGroup | None]) -> None:
-        """Write groups, or their deletions, to gpu.alert-groups, and remember their offsets."""
-        ack_by_key: dict[bytes, asyncio.Future[int]] = {}
+        """Write groups, or their deletions, to gpu.alert-groups, and use them when these are acknowledged."""
+        acks: list[asyncio.Future[int]] = []
         for key, group in group_by_key.items():
             value = None if group is None else memory.encode(group)
-            ack_by_key[key] = await self.app.sender.send(GROUPS, value, key=key, partition=partition.number)
-        await self._await_acks("state", ack_by_key.values())
-        for key, ack in ack_by_key.items():
-            if ack.exception() is None:
-                partition.group_offsets[key] = ack.result()
+            acks.append(await self.app.sender.send(GROUPS, value, key=key, partition=partition.number))
+        offsets = await self._await_acks("state", acks)
+        for (key, group), offset in zip(group_by_key.items(), offsets, strict=True):
+            if group is None:
+                partition.groups.pop(key, None)
+            else:
+                partition.groups.setdefault(key, KeptState(group)).wrote(offset, group, groups.order(group))
 
     async def _write_again(self, partition: PartitionNodes, key: bytes, epoch: int) -> None:
         """Write a group again, as it is now. If a later one is read meanwhile, write that too."""
         async with self._group_lock:
-            written: AlertGroup | None = None
-            while epoch == self.epoch:
-                group = partition.groups.get(key)
-                if group is None or group is written:
-                    return
-                await self._write_groups(partition, {key: group})
-                written = group
+            while epoch == self.epoch and (group := partition.groups.get(key)) is not None and group.stale:
+                await self._write_groups(partition, {key: group.latest})
 
     async def _delete_groups(self, partition: PartitionNodes, epoch: int) -> None:
         """Delete the groups that have been over for a week, and their alerts. Of a workload that still holds GPUs the
@@ -247,18 +241,12 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             if epoch != self.epoch:
                 return
             now_ms = self._clocks.now_ms()
-            over = {key: group for key, group in partition.groups.items() if groups.is_over(group, now_ms)}
+            known = {key: group.latest for key, group in partition.groups.items()}
+            over = {key: group for key, group in known.items() if groups.is_over(group, now_ms)}
             alerts = [key for key, group in over.items() if group.alert is not None]
             await self._await_acks("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
             remaining = {key: groups.without_alert(group) for key, group in over.items()}
             await self._write_groups(partition, remaining)
-            if epoch == self.epoch:
-                for key, group in remaining.items():
-                    if group is not None:
-                        partition.groups[key] = group
-                    else:
-                        partition.groups.pop(key, None)
-                        partition.group_offsets.pop(key, None)
 
     def _count_and_log(self, alert: Alert, record: str) -> None:
         """Count and log a record of gpu.alerts that was acknowledged."""
@@ -305,12 +293,12 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         await self._await_acks("alert", acks)
         if epoch != self.epoch:
             return
-        is_taken = await self._write_state(partition, node, memory.encode(pending.state))
+        offset = await self._write_state(partition, node, memory.encode(pending.state))
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
         if epoch != self.epoch:
             current_partition = self._partitions.get(partition.number)
-            if current_partition is not None and node.key in current_partition.nodes:
-                current_partition.read_state(current_partition.nodes[node.key], pending.state)
+            if current_partition is not None and offset is not None and node.key in current_partition.nodes:
+                current_partition.read_state(current_partition.nodes[node.key], pending.state, offset)
             return
         delay_s = max(0, self._clocks.now_ms() - pending.state.logged_ms) / 1000
         for kind, _, alert in pending.writes:
@@ -320,27 +308,26 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 self._instruments.counter("gpustream_alerts_written_total", kind).inc()
             if kind in ("alert", "report"):
                 self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-        node.finish_write(pending.state, is_taken=is_taken)
+        node.finish_write(pending.state, offset)
         self._write_and_finish(partition, node)
 
     async def _delete(self, partition: PartitionNodes, node: Node, last: NodeAlerts) -> None:
         """Delete the empty state of a node that was removed. If the node comes back meanwhile, write its new state."""
         node.writing = True
         epoch = self.epoch
-        await self._write_state(partition, node, None)
+        node.wrote(await self._write_state(partition, node, None), None)
         if epoch != self.epoch:
             return
-        node.writing = False
         if node.current is last:
             del partition.nodes[node.key]
         else:
-            node.saved = node.durable = None
+            node.saved = None
             self._write_and_finish(partition, node)
 
-    async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> bool:
-        """Write a state, or its deletion. Returns whether the broker took it."""
+    async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> int | None:
+        """Write a state, or its deletion. Returns its offset, or None if the broker refuses it."""
         ack = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
-        return await self._await_acks("state", [ack]) == 1
+        return (await self._await_acks("state", [ack]))[0]
 
     # -- time
 
@@ -352,7 +339,9 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._write_tasks.start(self._delete(partition, node, node.current))
-        if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in partition.groups.values()):
+        if not self._group_lock.locked() and any(
+            groups.is_over(group.latest, now_ms) for group in partition.groups.values()
+        ):
             self._write_tasks.start(self._delete_groups(partition, self.epoch))
 
     def observe(self) -> None:

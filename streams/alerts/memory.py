@@ -295,7 +295,6 @@ def _is_in_window(start: int, ts_ms: int) -> bool:
 
 # -- the state of a node, as it is in gpu.alert-state
 
-Order = tuple[int, int, bool]  # the later of two states of a node has the greater one
 Identity = tuple[str, str, str, str]  # of a condition of a node: rule, device UUID, pod uid, the rule's own key
 
 
@@ -307,7 +306,8 @@ decode = decoder(NodeAlerts)
 encode = msgspec.json.Encoder().encode
 
 
-def order(state: NodeAlerts) -> Order:
+def order(state: NodeAlerts) -> tuple[int, int, bool]:
+    """The later of two states of a node has the greater one."""
     return state.generation, state.offset, state.silent
 
 

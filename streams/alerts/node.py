@@ -20,11 +20,12 @@ from delivery import replays
 from delivery.ledger import Slot
 from streams.alerts import groups, machine
 from streams.alerts.machine import FORGET_MS, LogPosition
-from streams.alerts.memory import NodeAlerts, Order, is_saved, last_tick, order
+from streams.alerts.memory import NodeAlerts, is_saved, last_tick, order
 from streams.alerts.reports import Step, Write
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.caught_up import PartitionState
+from streams.kept_state import KeptState, Order
 from topics.alerts import Alert, AlertGroup
 from topics.samples import silent_after_s
 from topics.topic import UNDECODABLE
@@ -52,27 +53,19 @@ class PendingWrite(NamedTuple):
     state: NodeAlerts
 
 
-class Node:
+class Node(KeptState[NodeAlerts | None]):
     """A node of a partition, by its key.
 
-    ``saved`` is the state that the broker has of this worker, or that it began with; ``durable`` is the latest that the
-    broker has of any worker; ``current`` is the state after the last tick. ``awaits_first_tick``: no tick was read
-    since the state was. ``stale``: the last state in the topic is older, and another worker's. ``writing``: a write is
-    not acknowledged yet. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a tick
-    was last read, by the monotonic clock. ``policies``: the alert policies of its pods, as namespace, pod and
-    annotation.
+    ``saved`` is the state that the broker has of this worker, or that it began with; ``current`` is the state after the
+    last tick. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a tick was last
+    read, by the monotonic clock. ``policies``: the alert policies of its pods, as namespace, pod and annotation.
     """
 
-    __slots__ = (
-        "_finished_slots", "_unread_writes", "_unwritten", "awaits_first_tick", "current", "durable", "key",
-        "open_slots", "policies", "read_s", "saved", "stale", "writing",
-    )  # fmt: skip
+    __slots__ = ("_finished_slots", "_unwritten", "current", "key", "open_slots", "policies", "read_s", "saved")
 
     def __init__(self, key: bytes, saved: NodeAlerts | None = None) -> None:
-        self.key = key
-        self.saved = self.current = self.durable = saved
-        self.awaits_first_tick, self.stale, self.writing = True, False, False
-        self._unread_writes: deque[Order] = deque()
+        super().__init__(saved, () if saved is None else order(saved))
+        self.key, self.saved, self.current = key, saved, saved
         self.read_s = float("-inf")
         self.policies: frozenset[tuple[str, str, str]] = frozenset()
         self.open_slots: deque[Slot] = deque()
@@ -84,26 +77,10 @@ class Node:
         interval_ms = None if self.current is None else self.current.interval_ms
         return min(silent_after_s(interval_ms, QUIET_S), LONGEST_QUIET_S)
 
+    def own_order(self) -> Order:
+        return () if self.current is None else order(self.current)
+
     # -- reading
-
-    def read_state(self, state: NodeAlerts) -> None:
-        """Use a state that was read from Kafka, unless it is older, or ticks of the node were read already.
-
-        The latest state counts, not the last in the topic. An older one of another worker was written late, by a worker
-        that had lost the partition: ours is written again, before a compaction leaves only the last one. A later one
-        that is read after ticks shows that this worker has lost the partition; if it gets it back, it begins with that.
-        """
-        is_own_write = order(state) in self._unread_writes
-        while is_own_write and self._unread_writes.popleft() != order(state):
-            pass
-        is_latest = self.durable is None or order(state) > order(self.durable)
-        is_current = self.current is not None and order(state) == order(self.current)
-        if is_latest:
-            self.durable = state
-        if self.awaits_first_tick and (is_latest or (is_current and not self.writing)):
-            self.saved = self.current = state
-        elif not is_own_write and self.current is not None and order(state) <= order(self.current):
-            self.stale = not self._unread_writes
 
     def judge(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, *, has_gap: bool) -> Outcome:
         """Judge a tick that was read, and keep its slot open or let it finish. ``has_gap``: ticks were deleted unread.
@@ -111,7 +88,7 @@ class Node:
         All ticks at or before the position of the state are replays, unless gpu.attributed was created again.
         """
         log_position = LogPosition(slot.offset, logged_ms)
-        is_first_tick, self.awaits_first_tick = self.awaits_first_tick, False
+        is_first_tick, self.is_fresh = self.is_fresh, False
         outcome: Outcome = "judged"
         state = machine.initial_state(tick, log_position) if self.current is None else self.current
         if self.current is not None:
@@ -151,16 +128,15 @@ class Node:
             return None
         pending = PendingWrite(tuple(self._unwritten), self.current)
         self._unwritten = []
-        self.writing, self.stale = True, False
-        self._unread_writes.append(order(pending.state))
+        self.writing = True
         return pending
 
-    def finish_write(self, state: NodeAlerts, *, is_taken: bool) -> None:
-        """The write is acknowledged or, if it is too large, refused. Alerts that had to be in the state first may be
+    def finish_write(self, state: NodeAlerts, offset: int | None) -> None:
+        """The write is acknowledged or, without an offset, refused. Alerts that had to be in the state first may be
         written now."""
-        if not is_taken and order(state) in self._unread_writes:
-            self._unread_writes.remove(order(state))
-        self.saved, self.durable, self.writing = _later(self.saved, state), _later(self.durable, state), False
+        self.wrote(offset, state, order(state))
+        if self.saved is None or order(state) >= order(self.saved):
+            self.saved = state
         if self.current is not None and self.settled():
             self.apply(machine.announce(self.current))
 
@@ -179,10 +155,6 @@ class Node:
         return slots
 
 
-def _later(state: NodeAlerts | None, other: NodeAlerts) -> NodeAlerts:
-    return other if state is None or order(other) >= order(state) else state
-
-
 # -- the nodes of a partition
 
 
@@ -195,14 +167,13 @@ class _Removal(msgspec.Struct, frozen=True):
 class PartitionNodes(PartitionState):
     """The nodes of one partition, by key. ``active`` has those that are not quiet, in the order in which their last
     ticks were read. ``logged_ms`` is the log time of the last tick of any node. ``groups`` has the alerts of several
-    GPUs, and ``group_offsets`` the offsets of the latest of them that were written or read in this epoch."""
+    GPUs."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, NO_SAMPLES_S)
         self.nodes: dict[bytes, Node] = {}
         self.active: dict[bytes, Node] = {}
-        self.groups: dict[bytes, AlertGroup] = {}
-        self.group_offsets: dict[bytes, int] = {}
+        self.groups: dict[bytes, KeptState[AlertGroup]] = {}
         self._removed_ms: dict[bytes, int] = {}
 
     def set_active(self, node: Node, *, active: bool) -> None:
@@ -211,16 +182,18 @@ class PartitionNodes(PartitionState):
         if active:
             self.active[node.key] = node
 
-    def read_state(self, node: Node, state: NodeAlerts) -> None:
-        """Pass on a state that was read. A node without a tick since then is active unless its state is silent."""
-        node.read_state(state)
-        if node.awaits_first_tick:
+    def read_state(self, node: Node, state: NodeAlerts, offset: int) -> None:
+        """Use a state that was read, unless it is older, or ticks of the node were read already. A node without a tick
+        since then is active unless its state is silent."""
+        if node.read(offset, state, order(state)):
+            node.saved = node.current = state
+        if node.is_fresh:
             self.set_active(node, active=node.current is not None and not node.current.silent)
 
-    def remove_state(self, key: bytes) -> None:
+    def remove_state(self, key: bytes, offset: int) -> None:
         """Forget a node whose state was deleted, unless a tick of it was read since."""
         node = self.nodes.get(key)
-        if node is not None and node.awaits_first_tick and not node.writing:
+        if node is not None and node.read(offset, None):
             del self.nodes[key]
             self.active.pop(key, None)
 
@@ -243,11 +216,11 @@ class PartitionNodes(PartitionState):
         quiet: list[Node] = []
         for node in self.active.values():
             lasted_s = self.caught_up.lasted_s(node.read_s)
-            if node.current is not None and not node.awaits_first_tick:
+            if node.current is not None and not node.is_fresh:
                 lasted_s = max(lasted_s, (self.logged_ms - node.current.logged_ms) / 1000)
             if lasted_s >= QUIET_S and lasted_s >= node.quiet_s():
                 quiet.append(node)
-            elif lasted_s < QUIET_S and not node.awaits_first_tick:
+            elif lasted_s < QUIET_S and not node.is_fresh:
                 break  # those after it have sent ticks since
         for node in quiet:
             del self.active[node.key]
@@ -273,8 +246,8 @@ class PartitionNodes(PartitionState):
 
     def forget(self) -> None:
         super().forget()
-        self.group_offsets.clear()
-        self.nodes = {key: Node(key, node.durable) for key, node in self.nodes.items() if node.durable}
+        self.groups = {key: KeptState(group.latest, group.order) for key, group in self.groups.items()}
+        self.nodes = {key: Node(key, node.latest) for key, node in self.nodes.items() if node.latest}
         self.active = {key: node for key, node in self.nodes.items() if node.saved and not node.saved.silent}
 
 

@@ -21,6 +21,7 @@ from delivery.instruments import Instrument, Instruments, named
 from delivery.ledger import Slot
 from streams.app import Stream
 from streams.caught_up import PartitionState
+from streams.kept_state import KeptState
 from streams.reader import Reads
 from streams.settings import UsageSettings
 from streams.stage import ATTRIBUTED, COMMON, SAMPLES, Clocks, Malformed, NodeWorker, decode_record
@@ -77,31 +78,23 @@ class UsageStream(Stream[UsageSettings]):
         return UsageWorker(self.instruments, policy, partitions=partitions[ATTRIBUTED]), reads
 
 
-class NodeBooks:
-    """A node of a partition. ``durable`` are the latest books that the broker has. ``fresh``: no tick was read since.
+class NodeBooks(KeptState[bytes | None]):
+    """A node of a partition. ``kept`` are the slots of the ticks that are not in the books that the broker has; the
+    first was read at ``kept_s`` of the monotonic clock. ``due`` are the records to write. ``sent`` are the books that
+    were sent last."""
 
-    ``kept`` are the slots of the ticks that are not in the durable books; the first was read at ``kept_s`` of the
-    monotonic clock. ``due`` are the records to write. ``sent`` are the books that were sent and not read back yet.
-    ``writing``: a write is running. ``stale``: the last books in the topic are older, and another worker's.
-    """
+    __slots__ = ("due", "keeper", "kept", "kept_s", "key", "sent")
 
-    __slots__ = (
-        "_durable_order", "due", "durable", "fresh", "keeper", "kept", "kept_s", "key", "sent", "stale", "writing"
-    )  # fmt: skip
-
-    def __init__(self, key: bytes, books: Books, policy: Accounting, durable: bytes | None = None) -> None:
-        self.key, self.durable, self.keeper = key, durable, Bookkeeper(books, policy)
-        self._durable_order = () if durable is None else books.order
-        self.fresh, self.writing, self.stale = True, False, False
+    def __init__(self, key: bytes, books: Books, policy: Accounting, latest: bytes | None = None) -> None:
+        super().__init__(latest, () if latest is None else books.order)
+        self.key, self.keeper = key, Bookkeeper(books, policy)
         self.kept: deque[Slot] = deque()
         self.kept_s = 0.0
         self.due: list[Usage] = []
-        self.sent: deque[bytes] = deque()
+        self.sent = b""
 
-    def stored(self, value: bytes, order: tuple[int, ...]) -> None:
-        """Note books that the broker has, of this worker or another one: the latest count."""
-        if order >= self._durable_order:
-            self.durable, self._durable_order = value, order
+    def own_order(self) -> tuple[int, ...]:
+        return self.keeper.books.order
 
 
 class PartitionBooks(PartitionState):
@@ -117,9 +110,9 @@ class PartitionBooks(PartitionState):
         super().forget()
         self.passed_ms = 0
         self.nodes = {
-            key: NodeBooks(key, decode_books(node.durable), self.policy, node.durable)
+            key: NodeBooks(key, decode_books(node.latest), self.policy, node.latest)
             for key, node in self.nodes.items()
-            if node.durable is not None
+            if node.latest is not None
         }
 
 
@@ -138,34 +131,21 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     # -- records
 
     def handle_record(self, topic: str, partition: PartitionBooks, slot: Slot, record: Any) -> None:
-        """Book a tick, or read the books of a node, or their deletion, from the state topic. Raises Malformed.
-
-        The latest books by their order count, not the last in the topic: books that were written late, by a worker that
-        had lost the partition, are older than the owner's. The owner writes its books again, before a compaction leaves
-        only the last ones.
-        """
+        """Book a tick, or read the books of a node, or their deletion, from the state topic. Raises Malformed."""
         if topic == ATTRIBUTED:
             self._book(partition, slot, record)
             return
         node = partition.nodes.get(record.key)
-        if node is not None and record.value in node.sent:
-            while node.sent.popleft() != record.value:
-                pass
-        elif record.value is None:
-            if node is not None and node.fresh and not node.writing:
+        if record.value is None:
+            if node is not None and node.read(slot.offset, None):
                 del partition.nodes[record.key]
-            elif node is not None:
-                node.stale = True
-        else:
+        elif node is None or record.value != node.sent:
             books = decode_record(decode_books, record.key, record.value)
             if node is None:
                 self.check_place(partition.number, record.key)
-            if node is None or (node.fresh and books.order >= node.keeper.books.order):
+            if node is None or node.read(slot.offset, record.value, books.order):
                 partition.nodes[record.key] = NodeBooks(record.key, books, partition.policy, record.value)
                 partition.caught_up.attributed(books.offset)
-            else:
-                node.stale |= books.order <= node.keeper.books.order
-                node.stored(record.value, books.order)
         self.app.finish(slot)
 
     def close_silent(self, partition: PartitionBooks) -> None:
@@ -196,7 +176,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         if unbooked_ms:
             self._instruments.counter("gpustream_usage_unbooked_seconds_total").inc(unbooked_ms / 1000)
         partition.caught_up.attributed(tick.offset, new_log=node.keeper.books.logs > logs)
-        node.fresh = False
+        node.is_fresh = False
         if not node.kept:
             node.kept_s = self._clocks.monotonic_s()
         node.kept.append(slot)
@@ -217,7 +197,8 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         """Write the records, then, once acknowledged, the books; repeat while more has become due. If the epoch ends
         meanwhile, stop: what was not acknowledged is read again."""
         while epoch == self.epoch:
-            records, node.due, node.stale = node.due, [], False
+            node.writing = True
+            records, node.due = node.due, []
             value, order, slots = encode(node.keeper.books), node.keeper.books.order, tuple(node.kept)
             node.kept.clear()
             minutes = [usage for usage in records if usage.end_ms - usage.start_ms == MINUTE_MS]
@@ -228,27 +209,26 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             )
             if epoch != self.epoch:
                 return
-            node.sent.append(value)
-            if not await self._send(number, "state", [(node.key, value)]) and value in node.sent:
-                node.sent.remove(value)  # it was refused: it is never read back
+            node.sent = value
+            (offset,) = await self._send(number, "state", [(node.key, value)])
             if epoch != self.epoch:
                 return
-            node.stored(value, order)
+            node.wrote(offset, value, order)
             for slot in slots:
                 self.app.finish(slot)
             if not node.due and not node.stale:
                 break
-        node.writing = False
 
-    async def _send(self, number: int, kind: str, values: Iterable[tuple[bytes, bytes | None]]) -> int:
-        """Send values of a kind, each with its key, and wait until the broker has them. Returns how many it took."""
+    async def _send(self, number: int, kind: str, values: Iterable[tuple[bytes, bytes | None]]) -> list[int | None]:
+        """Send values of a kind, each with its key, and wait until the broker has them. Returns the offset of each, or
+        None if it is refused."""
         sent = []
         for key, value in values:  # of a node that is new in the middle of an hour there are hundreds
             await self._turns.next()
             sent.append(await self.app.sender.send(_TOPICS[kind], value, key=key, partition=number))
-        acknowledged = await self._await_acks(kind, sent)
-        self._instruments.counter("gpustream_usage_written_total", kind).inc(acknowledged)
-        return acknowledged
+        offsets = await self._await_acks(kind, sent)
+        self._instruments.counter("gpustream_usage_written_total", kind).inc(len(offsets) - offsets.count(None))
+        return offsets
 
     # -- time
 
@@ -281,5 +261,5 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         nodes = [node for partition in self._partitions.values() for node in partition.nodes.values()]
         gauge("gpustream_usage_nodes").set(len(nodes))
         gauge("gpustream_usage_open_hours").set(sum([len(node.keeper.books.hours) for node in nodes]))
-        gauge("gpustream_usage_state_bytes").set(sum([len(node.durable or b"") for node in nodes]))
+        gauge("gpustream_usage_state_bytes").set(sum([len(node.latest or b"") for node in nodes]))
         super().observe()

@@ -270,6 +270,24 @@ async def test_an_older_state_that_another_worker_wrote_late_is_overwritten() ->
     assert len(broker.logs[STATE]) == states_before
 
 
+@pytest.mark.parametrize("count", [2, 3])
+async def test_a_start_that_finds_an_older_state_before_the_latest_leaves_the_latest_as_the_last(count: int) -> None:
+    first = await having_read(range(1))
+    await next_read(first, range(1, 13), HOT)
+    await next_read(first, range(13, 20))
+    topic = first.broker.logs[STATE]
+    older, old, latest = topic
+    topic[:] = [old, older, latest]
+    worker = Worker(first.broker, SLOW_RULES)
+    worker.ledger.begin({Partition(STATE, 0): 0})
+    await worker.read(STATE, count=count)
+    await worker.read(STATE)
+    assert topic[-1] == latest
+    states_before = len(topic)
+    await worker.read(STATE)
+    assert len(topic) == states_before
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_an_older_state_that_is_read_while_our_own_is_in_flight_is_overwritten_if_it_is_the_last(
     first: bool,
@@ -288,7 +306,7 @@ async def test_an_older_state_that_is_read_while_our_own_is_in_flight_is_overwri
         broker.logs[STATE].append(older)
     await worker.read(STATE)
     worker.sender.holding = False
-    own_state.acknowledged.set_result(1)
+    own_state.acknowledged.set_result(2 if first else 1)
     await settle()
     assert [len(state.tracked) for state in states(broker)] == ([0, 0, 1] if first else [0, 1, 0, 1])
 
@@ -853,6 +871,17 @@ async def test_a_group_that_was_written_again_before_a_later_one_was_read_is_fol
     assert len(groups) == 4
     await second.read(GROUPS)
     assert groups[-1] == latest
+
+
+async def test_a_start_writes_no_group_again_whose_latest_is_the_last_in_the_topic() -> None:
+    first = await having_grouped()
+    groups = first.broker.logs[GROUPS]
+    groups[:] = [groups[1], groups[0], groups[3]]
+    first.commit()
+    for _ in range(5):
+        successor = await working(first.broker, SOON_RULES)
+        await successor.read(GROUPS)
+    assert len(groups) == 3
 
 
 async def test_reports_that_were_read_before_the_partition_went_are_left_to_its_next_worker() -> None:
