@@ -126,7 +126,8 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         elif topic == GROUPS:
             self._read_group(partition, slot, record)
         elif record.value is None:
-            partition.remove_state(record.key, slot.offset)
+            if (remaining := partition.remove_state(record.key, slot.offset)) is not None:
+                self._write_and_finish(partition, remaining)
         else:
             state = decode_record(memory.decode, record.key, record.value)
             node = self._node_of(partition, record.key)

@@ -190,12 +190,14 @@ class PartitionNodes(PartitionState):
         if node.is_fresh:
             self.set_active(node, active=node.current is not None and not node.current.silent)
 
-    def remove_state(self, key: bytes, offset: int) -> None:
-        """Forget a node whose state was deleted, unless a tick of it was read since."""
+    def remove_state(self, key: bytes, offset: int) -> Node | None:
+        """Forget a node whose state was deleted, unless a tick of it was read since. Returns it if it remains."""
         node = self.nodes.get(key)
-        if node is not None and node.read(offset, None):
-            del self.nodes[key]
-            self.active.pop(key, None)
+        if node is None or not node.read(offset, None):
+            return node
+        del self.nodes[key]
+        self.active.pop(key, None)
+        return None
 
     def note_removal(self, key: bytes, value: bytes | None, logged_ms: int) -> None:
         """Note from a gpu.workloads record whether the cluster still has a node. A record that can't be decoded is

@@ -288,6 +288,16 @@ async def test_a_start_that_finds_an_older_state_before_the_latest_leaves_the_la
     assert len(topic) == states_before
 
 
+async def test_a_deletion_that_another_worker_wrote_late_is_overwritten() -> None:
+    worker = await having_read(range(700), HOT)
+    topic = worker.broker.logs[STATE]
+    latest = topic[-1].value
+    topic.append(Record(KEY, None))
+    await worker.read(STATE)
+    assert topic[-1].value is not None
+    assert decode(topic[-1].value).tracked == decode(latest or b"").tracked
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_an_older_state_that_is_read_while_our_own_is_in_flight_is_overwritten_if_it_is_the_last(
     first: bool,
