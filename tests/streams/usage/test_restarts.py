@@ -308,6 +308,20 @@ async def test_nothing_is_kept_of_books_that_the_broker_refuses() -> None:
     assert max(sizes[25:]) <= max(sizes[21:25])  # after 20 minutes the first is final
 
 
+async def test_after_a_rebalance_a_worker_goes_on_from_the_books_that_the_broker_refused() -> None:
+    broker = Broker()
+    worker = UsageOf(broker)
+    worker.sender.largest = 400  # the records of minutes and hours are smaller
+    await worker.start()
+    for start_s in range(0, 400, 50):
+        log_steadily(broker, start_s, start_s + 50)
+        await worker.live()
+        worker.commit()
+        await worker.start()
+    assert not broker.logs[STATE.name]
+    assert counted(broker, HOURS.name) == counted(await undisturbed(copied(broker)), HOURS.name)
+
+
 def test_a_worker_that_read_its_successors_books_before_it_lost_the_partition_goes_on_from_those() -> None:
     async def lived() -> Broker:
         broker = Broker()
