@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from gpustream.chart import COMPONENTS as COMPONENTS_OF_THE_CHART
 from gpustream.cli import main
 from gpustream.doctor import kubernetes as doctor
-from tests.docs.page import blocks
+from tests.docs.page import ROOT, blocks
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, documents, environment
 from tests.real.conftest import need
@@ -737,6 +737,26 @@ def test_with_the_values_of_the_page_about_kafka_a_component_has_a_user_of_its_o
         "gpustream-topics-create": "kafka-topics",
         "gpustream-stream-attribution": "kafka-attribution",
     }
+
+
+def test_with_the_values_of_the_page_about_keda_the_metrics_api_has_the_pages_secrets_and_address(
+    tmp_path: Path,
+) -> None:
+    (values,) = blocks("how-to/autoscaling/keda.md", "yaml")
+    (commands,) = blocks("how-to/autoscaling/keda.md", "sh")
+    (tmp_path / "values.yaml").write_text(f"options: {{kafka: kafka-0:9092}}\n{values.text}")
+    manifests = chart(tmp_path / "values.yaml")
+    (pod,) = [
+        manifest["spec"]["template"]["spec"]
+        for manifest in manifests
+        if manifest["kind"] == "Deployment" and manifest["metadata"]["name"].endswith("metrics-api")
+    ]
+    sources = [source for volume in pod["volumes"] for source in volume.get("projected", {}).get("sources", ())]
+    made = re.findall(r"create secret \w+ (\S+)", commands.text)
+    assert sorted(source["secret"]["name"] for source in sources) == sorted(made)
+    page = (ROOT / "docs" / "how-to" / "autoscaling" / "keda.md").read_text()
+    services = [name for name in names(manifests, "Service") if name.endswith("metrics-api")]
+    assert re.findall(r"`(gpustream-metrics-api)\.gpustream\.svc`", page) == services
 
 
 BACKGROUND = "propagationPolicy=Background"
