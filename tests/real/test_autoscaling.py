@@ -6,6 +6,7 @@ The objects are those of k8s/examples, as a user applies them, except for names 
 import asyncio
 import base64
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
@@ -40,6 +41,7 @@ from tests.real.servers import (
 )
 
 EXAMPLES = Path(__file__).parents[2] / "k8s" / "examples"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "autoscaling" / "custom-metrics.md"
 AGGREGATED = EXAMPLES.parent / "components" / "metrics-api-aggregated"
 SERVICE = "gpustream/metrics-api"
 USED = "gpu_utilization_ratio"
@@ -148,6 +150,32 @@ def current(infer: Inference) -> Json:
     (metric,) = infer.status().get("currentMetrics") or [{}]
     current_values: Json = metric.get(metric.get("type", "").lower(), {}).get("current", {})
     return current_values
+
+
+@pytest.mark.parametrize("option", ["--client-ca", "--client-names"])
+async def test_what_the_apiservice_says_of_a_front_proxy_that_is_not_taken_is_on_the_page(
+    cluster: ApiServer, sink: Make, authority: Authority, port: int, tmp_path: Path, option: str
+) -> None:
+    others = {"--client-ca": str(Authority(tmp_path / "other").ca), "--client-names": "somebody-else"}
+    process = sink("--custom-metrics", SERVICE, option, others[option])
+    await asyncio.to_thread(process.start)
+    ca = base64.b64encode(authority.ca.read_bytes()).decode()
+    service = api_service("v1beta2", SERVICE, port, ca=ca)
+    cluster.create(service)
+    try:
+        said = await eventually(lambda: failed_discovery(cluster), "the API server has asked", every_s=0.2)
+    finally:
+        cluster.delete(f"/apis/apiregistration.k8s.io/v1/apiservices/{service['metadata']['name']}")
+    (row,) = [line for line in PAGE.read_text().splitlines() if "front proxy is not of" in line]
+    texts, codes = re.findall(r"`([^`.]+)(?:\.\.\.)?`", row), re.findall(r"\b\d{3}\b", row)
+    assert said.endswith(tuple(codes)) or any(text in said for text in texts), row
+
+
+def failed_discovery(cluster: ApiServer) -> str | None:
+    """Why the API server got no answer from the server of the APIService; None if it has not asked yet."""
+    conditions = [condition for made in made_of(cluster) for condition in made.get("status", {}).get("conditions", [])]
+    messages = [condition["message"] for condition in conditions if condition["reason"] == "FailedDiscoveryCheck"]
+    return messages[0] if messages else None
 
 
 async def test_it_does_not_start_where_another_server_has_the_group(cluster: ApiServer, sink: Make) -> None:
