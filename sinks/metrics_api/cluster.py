@@ -154,7 +154,7 @@ class ApiServer:
                 if answer.status == 400:
                     raise SelectorError(message(answer.body))
                 if answer.status != 200:
-                    raise Unreachable("connection", f"it does not list pods ({answer.status}): {message(answer.body)}")
+                    raise Unreachable("connection", f"{answer.status}: {message(answer.body)}")
                 page = _decoded(answer.body, _Pods)
                 names.update(pod.metadata.name for pod in page.items or ())
                 if not page.metadata.continue_:

@@ -175,3 +175,11 @@ async def test_what_is_no_list_is_an_error(answer: Any, error: type[Exception]) 
 
     with pytest.raises(error):
         await cluster.pods("ml", "x")
+
+
+async def test_why_pods_are_not_listed_is_said_once_in_the_words_of_the_api_server() -> None:
+    """The answer to the autoscaler begins with "the API server does not list pods"."""
+    cluster, _ = api_server({PODS: [(403, {"message": "pods is forbidden"})]})
+
+    with pytest.raises(Unreachable, match=r"^403: pods is forbidden$"):
+        await cluster.pods("ml", "x")
