@@ -31,7 +31,7 @@ from producers.node.nvml.calls import (
     Support,
     is_unsupported,
 )
-from producers.node.nvml.metrics import AvailabilityChange, Metrics
+from producers.node.nvml.metrics import AvailabilityChange, Metrics, MetricsReading
 from producers.node.nvml.processes import DeviceProcesses, Processes
 from producers.node.nvml.sources import Profiling
 
@@ -133,13 +133,13 @@ class PhysicalGpu:
         began_s = self._clock()
         devices: Sequence[dict[str, Any]] = ()
         changes: Sequence[tuple[str, AvailabilityChange]] = ()
-        process_kinds: dict[int, str] = {}
+        process_kinds: Mapping[int, str] = {}
         gpu_lost = None
         self.calls.begin_reading()
         try:
             self._refresh()
             read_ms = now_ms()
-            devices = self._devices(process_kinds)
+            devices, process_kinds = self._devices()
             changes = [
                 (uuid, change)
                 for uuid, device in self._sampled_devices()
@@ -227,46 +227,40 @@ class PhysicalGpu:
         processes = Processes(self.calls, handle, self._owners, mig_enabled=mig_enabled, clock=self._clock)
         return SampledDevice(identity or {}, metrics, processes, profiling)
 
-    def _devices(self, process_kinds: dict[int, str]) -> list[dict[str, Any]]:
-        """The devices of this tick, without the MIG devices whose handle belongs to another one by now. If the MIG mode
-        may have changed, the MIG devices are listed at once. In MIG mode, only they have processes. Raises GpuLost,
-        also if the GPU answers every call with an error."""
+    def _devices(self) -> tuple[list[dict[str, Any]], Mapping[int, str]]:
+        """The devices of this tick, and the kind of each of their processes. MIG devices whose handle belongs to
+        another one by now are left out. If the MIG mode may have changed, the MIG devices are listed at once. In MIG
+        mode, only they have processes. Raises GpuLost, also if the GPU answers every call with an error."""
         gpu_device = self._gpu_device
-        metrics = gpu_device.metrics.values()
-        if gpu_device.metrics.failure is not None:
-            raise gpu_device.metrics.failure
-        if gpu_device.metrics.mig_mode_may_have_changed:
+        metrics = gpu_device.metrics.read()
+        if metrics.failure is not None:
+            raise metrics.failure
+        if metrics.mig_mode_may_have_changed:
             self._list_mig_devices()
             if self._gpu_device is not gpu_device:
-                metrics = self._gpu_device.metrics.values()
+                metrics = self._gpu_device.metrics.read()
         processes = DeviceProcesses(None, {}) if self._mig_enabled else self._gpu_device.processes.read()
-        devices = [self._ok_device(self._identity, metrics, processes, process_kinds)]
+        devices, kinds = [self._ok_device(self._identity, metrics, processes)], dict(processes.kinds)
         for mig_device in self._mig_devices.values():
             current = self._is_current(mig_device)
-            if current:
-                values = mig_device.metrics.values(), mig_device.processes.read()
-                devices.append(self._ok_device(mig_device.identity, *values, process_kinds))
+            if current:  # it has given its UUID, so it is not lost, even if all other calls fail
+                metrics, processes = mig_device.metrics.read(), mig_device.processes.read()
+                devices.append(self._ok_device(mig_device.identity, metrics, processes))
+                kinds |= processes.kinds
             elif current is None:
                 devices += without_values([mig_device.identity], "timeout")
-        if process_kinds:  # a process that has just ended can't be seen
-            self._processes_visible = self._processes_visible or any(
-                kind != "unseen" for kind in process_kinds.values()
-            )
+        if kinds:  # a process that has just ended can't be seen
+            self._processes_visible = self._processes_visible or any(kind != "unseen" for kind in kinds.values())
         if self._processes_visible is not None:
             for device in devices:
                 device["info"] = {**device.get("info", {}), "processes_visible": str(self._processes_visible).lower()}
-        return devices
+        return devices, kinds
 
     def _ok_device(
-        self,
-        identity: Mapping[str, Any],
-        metrics: dict[str, float],
-        processes: DeviceProcesses,
-        process_kinds: dict[int, str],
+        self, identity: Mapping[str, Any], metrics: MetricsReading, processes: DeviceProcesses
     ) -> dict[str, Any]:
         """A device that answered, as in gpu.samples."""
-        process_kinds.update(processes.kinds)
-        device = {**identity, "state": "ok", "metrics": metrics}
+        device = {**identity, "state": "ok", "metrics": metrics.values}
         if processes.rows is not None:
             device["processes"] = processes.rows
         if info := {**identity.get("info", {}), **self._mig_mode_info}:

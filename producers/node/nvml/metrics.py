@@ -9,6 +9,7 @@ is treated the same way, and so is a counter that goes back to zero for a moment
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from producers.node.nvml import binding, table
@@ -48,6 +49,25 @@ class RowSource(NamedTuple):
 Plan = Mapping[Question, Sequence[RowSource]]  # every question of a reading, and the values that come from it
 
 
+@dataclass(slots=True)
+class MetricsReading:
+    """The result of reading a device once: its ``values`` by key, and for keys without one the call that failed.
+
+    ``mig_mode_may_have_changed``: a call that had succeeded before was refused: MIG may have been switched on.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    failed_calls: dict[str, FailedCall] = field(default_factory=dict)
+    mig_mode_may_have_changed: bool = False
+    any_answer: bool = False
+    first_failure: GpuLost | None = None
+
+    @property
+    def failure(self) -> GpuLost | None:
+        """A call that failed, if no other has answered."""
+        return None if self.any_answer else self.first_failure
+
+
 class AvailabilityChange(NamedTuple):
     """The keys that have lost or regained their value. ``lost``: none of their sources is supported now; each has the
     last call that was tried."""
@@ -79,48 +99,38 @@ class Metrics:
         self._counts: dict[str, table.Count] = {}
         self._last_values: dict[str, float] = {}
         self._zero_since_s: dict[str, float] = {}
-        self._failures: dict[str, FailedCall] = {}
-        self._values: Mapping[str, float] = {}
+        self._reading = MetricsReading()  # the last one, or the one that runs
         self._ever_had: set[str] = set()
         self._unavailable: set[str] = set()
-        self.mig_mode_may_have_changed = False
-        """Whether a call that had succeeded before was refused in the last reading: MIG may have been switched on."""
-        self.failure: GpuLost | None = None
-        """A call that failed in the last reading, if no other has answered."""
 
-    def values(self) -> dict[str, float]:
+    def read(self) -> MetricsReading:
         """The values of this moment. Raises GpuLost."""
-        values: dict[str, float] = {}
-        self.failure, self._answers = None, 0
-        self._failures.clear()
-        self.mig_mode_may_have_changed = False
+        self._reading = MetricsReading()
         if self._support.begin_reading():
             self._plan = self._make_plan(table.TABLE)
             if self._profiling is not None:
                 self._profiling.ask_again()
         pending = self._plan
         while pending:
-            unsupported = [row for planned in pending.items() for row in self._read_question(*planned, values)]
+            unsupported = [row for planned in pending.items() for row in self._read_question(*planned)]
             pending = self._make_plan(unsupported)
             if unsupported:
                 self._plan = self._make_plan(table.TABLE)
-        if self._answers:
-            self.failure = None
+        values = self._reading.values
         total = values.get("memory_total_bytes", 0)
         for key in _MEMORY_PARTS:  # none can be larger than the total
             if key in values and (values[key] > total or not total):
                 del values[key]
-                self._calls.count(_MEMORY, IMPLAUSIBLE)
-                self._failures[key] = FailedCall(_MEMORY, IMPLAUSIBLE)
-        self._values = values
-        return values
+                self._mark_implausible(key, _MEMORY)
+        return self._reading
 
     def availability_change(self) -> AvailabilityChange | None:
         """The keys that have lost or regained a value in the last reading; None if nothing has changed.
         Each change is returned once."""
-        lost = {key for key in self._ever_had - self._values.keys() if self._source(_ROWS[key]) is None}
-        newly_lost, regained = lost - self._unavailable, self._unavailable & self._values.keys()
-        self._ever_had |= self._values.keys()
+        keys = self._reading.values.keys()
+        lost = {key for key in self._ever_had - keys if self._source(_ROWS[key]) is None}
+        newly_lost, regained = lost - self._unavailable, self._unavailable & keys
+        self._ever_had |= keys
         self._unavailable = (self._unavailable | newly_lost) - regained
         if not (newly_lost or regained):
             return None
@@ -132,14 +142,15 @@ class Metrics:
         device does not support, then the call of the source that it supports."""
         left_out = {}
         for row, sources in self._sources.items():
-            if row.key not in self._values:
+            if row.key not in self._reading.values:
                 failed_calls = [
                     failed_call
                     for candidate in sources
                     if (failed_call := self._support.failed_call(candidate.question)) is not None
                 ]
                 if (source := self._source(row)) is not None:
-                    failed_calls.append(self._failures.get(row.key, FailedCall(source.question.name, NO_VALUE)))
+                    no_value = FailedCall(source.question.name, NO_VALUE)
+                    failed_calls.append(self._reading.failed_calls.get(row.key, no_value))
                 left_out[row.key] = tuple(failed_calls)
         return left_out
 
@@ -184,22 +195,20 @@ class Metrics:
         """The row's first source that may be asked now."""
         return next((source for source in self._sources[row] if self._support.may_ask(source.question)), None)
 
-    def _read_question(
-        self, question: Question, row_sources: Sequence[RowSource], values: dict[str, float]
-    ) -> Iterable[table.Row]:
-        """Ask one question, and store its values in ``values``; returns the rows that the device does not support."""
+    def _read_question(self, question: Question, row_sources: Sequence[RowSource]) -> Iterable[table.Row]:
+        """Ask one question, and store its values; returns the rows that the device does not support."""
         if question == GPM and self._profiling is None:
             return self._mark_refused(row_sources, FailedCall(GPM.name, SHARED_INSTANCE))
         try:
-            answers = self._ask(question, row_sources, values)
+            answers = self._ask(question, row_sources)
         except NvmlError as error:
             if question == FIELDS and error.code == binding.INVALID_ARGUMENT and len(row_sources) > 1:
                 # This driver does not know one of the fields: ask for each by itself.
-                return [row for one in row_sources for row in self._read_question(question, [one], values)]
+                return [row for one in row_sources for row in self._read_question(question, [one])]
             answered = self._support.has_answered(question)
             if isinstance(question, table.Call) and question not in (FIELDS, GPM) and is_refused(error):
                 newly_refused = answered and self._support.failed_call(question) is None
-                self.mig_mode_may_have_changed = self.mig_mode_may_have_changed or newly_refused
+                self._reading.mig_mode_may_have_changed |= newly_refused
             # A call that a MIG device does not support often answers INVALID_ARGUMENT.
             may_lack = question == FIELDS or (self._mig_enabled and not answered)
             unsupported = is_refused(error) if may_lack else is_unsupported(error)
@@ -209,13 +218,11 @@ class Metrics:
             name = self._calls.current_call if question == GPM else question.name
             return self._fail(name, row_sources, error, unsupported=unsupported)
         pairs = zip(row_sources, answers, strict=False)
-        return [row for row_source, answer in pairs for row in self._store_answer(row_source, answer, values)]
+        return [row for row_source, answer in pairs for row in self._store_answer(row_source, answer)]
 
-    def _ask(
-        self, question: Question, row_sources: Sequence[RowSource], values: dict[str, float]
-    ) -> Sequence[FieldValue]:
-        """An answer for each selected source. Empty if there is nothing new, or if the values were stored in
-        ``values`` already. Raises GpuLost, NvmlError."""
+    def _ask(self, question: Question, row_sources: Sequence[RowSource]) -> Sequence[FieldValue]:
+        """An answer for each selected source. Empty if there is nothing new, or if the values were stored already.
+        Raises GpuLost, NvmlError."""
         if question in (FIELDS, GPM):
             parts = [row_source.source.question for row_source in row_sources]
             if question == FIELDS:
@@ -232,20 +239,20 @@ class Metrics:
             spread = samples.read(self.handle, source.scale, row.limits)
             self._support.mark_answered(question)
             if spread is not None:
-                values.update({row.key: _part(spread, source.part) for row, source in row_sources})
+                self._reading.values.update({row.key: _part(spread, source.part) for row, source in row_sources})
             return ()
         if isinstance(question, table.LinkErrors):
             return [FieldValue(0, self._links.errors(self.handle, question), 0)]
         answer = self._calls.ask(question.name, self.handle, *question.arguments)
         return [FieldValue(0, _part(answer, source.part), source.bits) for _, source in row_sources]
 
-    def _store_answer(self, row_source: RowSource, answer: FieldValue, values: dict[str, float]) -> Iterable[table.Row]:
-        """Store one answer in ``values``; returns the row if the device does not support its source."""
+    def _store_answer(self, row_source: RowSource, answer: FieldValue) -> Iterable[table.Row]:
+        """Store the value of one answer; returns the row if the device does not support its source."""
         row, source = row_source
         error = error_of(answer, source.question.name)
         if error is not None:
             return self._fail(source.question.name, [row_source], error, unsupported=is_refused(error))
-        self._answers += 1
+        self._reading.any_answer = True
         self._support.mark_answered(source.question)
         raw, value = answer.value, None
         if raw == source.unknown and raw is not None:
@@ -265,10 +272,9 @@ class Metrics:
                 return ()
             value = table.within(per_s * source.scale.times, row.limits)
         if value is not None:
-            values[row.key] = value
+            self._reading.values[row.key] = value
         else:
-            self._calls.count(source.question.name, IMPLAUSIBLE)
-            self._failures[row.key] = FailedCall(source.question.name, IMPLAUSIBLE)
+            self._mark_implausible(row.key, source.question.name)
         return ()
 
     def _is_lapse(self, key: str, count: float) -> bool:
@@ -294,10 +300,14 @@ class Metrics:
         if unsupported:
             return self._mark_refused(row_sources, FailedCall(name, error.name))
         self._calls.count(name, error.name)
-        self._failures.update({row_source.row.key: FailedCall(name, error.name) for row_source in row_sources})
+        self._reading.failed_calls |= {row.key: FailedCall(name, error.name) for row, _ in row_sources}
         if error.code != binding.NOTHING_FILLED_IN and not isinstance(error, NotReturned):
-            self.failure = self.failure or GpuLost(name, error)
+            self._reading.first_failure = self._reading.first_failure or GpuLost(name, error)
         return ()
+
+    def _mark_implausible(self, key: str, name: str) -> None:
+        self._calls.count(name, IMPLAUSIBLE)
+        self._reading.failed_calls[key] = FailedCall(name, IMPLAUSIBLE)
 
     def _mark_refused(self, row_sources: Sequence[RowSource], failed_call: FailedCall) -> Iterable[table.Row]:
         """Do not ask these sources for a while; returns their rows."""

@@ -385,6 +385,15 @@ def test_a_mig_device_that_reports_the_gpu_as_lost_is_believed() -> None:
     assert str(bench.read().lost) == "GPU_IS_LOST (nvmlDeviceGetMemoryInfo)"
 
 
+def test_a_gpu_that_is_lost_while_it_is_read_has_no_processes_in_that_tick() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 7), last := part("MIG-b", 2))
+    assert bench.read().process_kinds == {7: "attributed"}
+    last.fail("nvmlDeviceGetMemoryInfo", binding.GPU_IS_LOST)
+    reading = bench.read()
+    assert (list(reading.devices), reading.process_kinds) == ([], {})
+
+
 def test_counters_begin_again_after_a_loss() -> None:
     bench = Bench()
     counted = binding.FieldValue(0, 1000, 64, 0)

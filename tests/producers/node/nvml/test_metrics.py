@@ -42,7 +42,7 @@ class Bench:
         self.gpu.samples[kind] = [FieldValue(0, value, 32, self._sampled_us + n) for n, value in enumerate(raw)]
 
     def values(self) -> dict[str, float]:
-        return self.metrics.values()
+        return self.metrics.read().values
 
     def call_count(self, function: str) -> int:
         return self.nvml.call_counts["GPU-0", function]
@@ -208,7 +208,7 @@ def test_an_invalid_argument_is_an_error_of_a_gpu_and_not_supported_of_a_mig_dev
     fresh = Metrics(mig_device.calls, mig_device.calls.open(0), mig_enabled=True)
     for _ in range(2):
         whole.values()
-        fresh.values()
+        fresh.read()
         mig_device.values()
     assert whole.calls.errors() == [(POWER, "INVALID_ARGUMENT"), ("nvmlDeviceGetFanSpeed", "INVALID_ARGUMENT")] * 2
     assert len(mig_device.calls.errors()) == 4

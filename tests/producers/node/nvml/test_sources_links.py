@@ -42,7 +42,7 @@ class Bench:
             self.gpu.fields[field, link] = down if raw is None else FieldValue(0, raw)
 
     def values(self) -> dict[str, float]:
-        values = self.metrics.values()
+        values = self.metrics.read().values
         return {key: values[key] for key in sorted(set(KEYS.values())) if key in values}
 
 
@@ -169,6 +169,6 @@ def test_however_many_links_a_gpu_claims_no_more_than_a_limit_are_queried() -> N
 def test_an_impossible_number_of_links_leaves_out_their_errors_and_nothing_else(number: FieldValue) -> None:
     bench = Bench()
     bench.gpu.fields[LINK_COUNT] = number
-    assert bench.metrics.values()["power_watts"] == 250.123
+    assert bench.metrics.read().values["power_watts"] == 250.123
     assert bench.values() == {}
     assert {error for _, error in bench.calls.errors()} == {"NO_VALUE"}
