@@ -112,7 +112,7 @@ class Gpus:
             gpu.log_hang()
         self._events.log_hang()
         devices_by_index = [(gpu.index, gpu.devices(readings.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
-        some_unknown = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
+        some_unknown = any(gpu.state == "opening" for gpu in self._gpus)
         if self._driver.attached and not some_unknown:
             self._lost.report()
         present = [device for _, devices in devices_by_index for device in devices]
@@ -147,20 +147,25 @@ class Gpus:
                     await asyncio.sleep(self._pace.retry_s)
 
     @property
+    def busy(self) -> bool:
+        """Whether a call to a GPU has not returned, so that NVML can't be closed."""
+        return any(gpu.busy for gpu in self._gpus)
+
+    @property
     def count(self) -> int:
         """How many GPUs the driver has; 0 without a driver."""
         return self._driver.count
 
     def not_ready(self) -> list[str]:
         lost_indexes = self._lost.indexes
-        present = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in lost_indexes)]
+        present = [gpu for gpu in self._gpus if not (gpu.state == "refused" and gpu.index in lost_indexes)]
         of_gpus = [text for gpu in present for text in gpu.not_ready()]
         of_driver = [*self._driver.not_ready(), *(self._census.not_ready() if self._census is not None else ())]
         return [*of_driver, *self._events.not_ready(), *self._lost.not_ready(), *of_gpus]
 
     def left_out(self) -> dict[str, LeftOut]:
         """The values that the last readings lack, by the UUID of the device, with the calls that failed."""
-        present = [gpu for gpu in self._gpus if not gpu.refused]  # one that is refused may have the UUID of another
+        present = [gpu for gpu in self._gpus if gpu.state != "refused"]  # a refused one may have the UUID of another
         left_out_by_uuid = {uuid: left_out for gpu in present for uuid, left_out in gpu.left_out().items()}
         refusals = self._events.refusals()
         for gpu in self._gpus:
@@ -187,7 +192,7 @@ class Gpus:
             self._census.close()
         for gpu in self._gpus:
             gpu.stop()
-        self._driver.close(detach=not any(gpu.busy for gpu in self._gpus), after=self._events.close())
+        self._driver.close(detach=not self.busy, after=self._events.close())
 
     @property
     def _is_opening(self) -> bool:
@@ -204,7 +209,7 @@ class Gpus:
         """Open NVML, and forget the GPUs that were open before. Opening it again makes all handles invalid. So that is
         put off while a call is in flight, or a GPU has not freed what NVML has allocated for it."""
         if reason is not None:
-            is_quiet = await self._wait_until(lambda: not (self._events.busy or any(gpu.busy for gpu in self._gpus)))
+            is_quiet = await self._wait_until(lambda: not (self._events.busy or self.busy))
             releases = [gpu.release() for gpu in self._gpus] if is_quiet else []
             if releases:
                 await asyncio.wait(releases, timeout=QUIET_WITHIN_S)
@@ -214,7 +219,7 @@ class Gpus:
         await self._driver.attach(reason)
         for old_reader in self._gpus:
             if old_reader.uuid is not None:
-                self._lost.expect(old_reader.uuid, old_reader.last_devices, logged=not old_reader.works)
+                self._lost.expect(old_reader.uuid, old_reader.last_devices, logged=old_reader.state != "ok")
             old_reader.stop()
         clock, list_s, hangs_s = self._clock, self._pace.list_s, self._hangs_after_s
         self._gpus = []
@@ -252,26 +257,26 @@ class Gpus:
         for gpu in gpus:
             if not may_read():
                 break
-            if not gpu.refused:
+            if gpu.state != "refused":
                 await gpu.begin(self._tick_number, TURNS_SHARE * within_s / len(gpus))
         slow_after_s = max(SLOW_AFTER_S, SLOW_SHARE * within_s)
         await asyncio.gather(*(gpu.finish(ends_s, slow_after_s, may_read) for gpu in gpus if gpu.is_reading))
 
-    def _on_reading(self, gpu: GpuReader) -> None:
+    def _on_reading(self, gpu: GpuReader, began_to_fail: bool) -> None:
         """A GPU was read: its UUID may be known now, and whether it works."""
-        if gpu.lost is not None:
-            self._driver.check_replaced(gpu.lost.error)
-        if gpu.failure_changed and not gpu.works:
+        if gpu.failure is not None and gpu.failure.lost is not None:
+            self._driver.check_replaced(gpu.failure.lost.error)
+        if began_to_fail:
             self._census_soon.set()
         if gpu.uuid is None:
             return
-        if gpu.works and not self._is_opening:
+        if gpu.state == "ok" and not self._is_opening:
             self._events.add(gpu.index, gpu.gpu.handle)
         self._lost.answered(gpu.uuid)
         others = [reader for reader in self._gpus if reader is not gpu and reader.uuid == gpu.uuid]
         if others:
             gpu.refuse(f"it has the UUID of GPU {others[0].index}")
-        elif gpu.works:
+        elif gpu.state == "ok":
             self._reopening.worked(gpu.uuid)
 
     async def _run_census(self) -> None:
@@ -282,13 +287,15 @@ class Gpus:
         self._census_soon.clear()
         if self._census is None:
             self._census = Census()
-        if not all(gpu.was_read for gpu in self._gpus):  # else none would count as working; this is not a tick
+        if any(gpu.state == "opening" and not gpu.is_reading for gpu in self._gpus):
+            # One that was not read yet would not count as working. This is not a tick.
             await self._read_gpus(asyncio.get_running_loop().time() + QUIET_WITHIN_S)
         working_in_child = await self._census.run()
         self._last_census_s = self._clock()
         if any(gpu.hangs for gpu in self._gpus):
             return  # NVML must not be closed now; no attempt is counted
-        reason = self._reopening.reason(working_in_child or frozenset(), {gpu.uuid for gpu in self._gpus if gpu.works})
+        working_here = {gpu.uuid for gpu in self._gpus if gpu.state == "ok"}
+        reason = self._reopening.reason(working_in_child or frozenset(), working_here)
         if reason is not None:
             self._events.pause()  # now, so that ticks do not have to wait for it
             await self._wait_until(lambda: not self._events.busy)

@@ -1,7 +1,7 @@
 """One GPU for the event loop: it is read once per tick on a thread, and stays in the ticks while it does not answer.
 
 In: the readings of a :class:`PhysicalGpu`. Out: its devices as in gpu.samples: ok, lost or timeout.
-State: the identities of the GPU and its MIG devices, whether it is lost and since when, the reading that no tick has
+State: the identities of the GPU and its MIG devices, why it can't be read and since when, the reading that no tick has
 had yet, and the threads whose calls hang.
 On failure: a call that does not return in time is abandoned: another thread reads the rest at once, without that call,
 until the call returns. A reading that ends after its tick goes into the next tick, with its own time. At most
@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
@@ -27,16 +27,28 @@ SHORTEST_CHECK_S = 0.01
 _QUICK_S = 0.1  # a reading that took less and came too late had to wait for the processor
 
 
+class Failure(NamedTuple):
+    """Why a GPU can't be read: a text for people, since when by the clock, and the loss, if NVML has reported one."""
+
+    text: str
+    since_s: float
+    lost: GpuLost | None
+
+    @property
+    def call(self) -> FailedCall:
+        return FailedCall("", self.text) if self.lost is None else FailedCall(self.lost.call, self.lost.error.name)
+
+
 class GpuReader:
-    """Reads ``gpu``. ``changed`` is called after each reading. ``failure`` says why the last reading failed, and
-    ``failure_changed`` whether the GPU began or ceased to fail with it."""
+    """Reads ``gpu``. ``changed`` is called after each reading, with whether the GPU has begun to fail in it.
+    ``failure`` says why the last reading failed; ``uuid`` is None until one has succeeded."""
 
     def __init__(
         self,
         gpu: PhysicalGpu,
         instruments: Instruments,
         *,
-        changed: Callable[["GpuReader"], None],
+        changed: Callable[["GpuReader", bool], None],
         hangs_after_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -51,22 +63,21 @@ class GpuReader:
         self._hangs_after_s = hangs_after_s
         self._hang_logged = False
         self._slow_logged: set[str] = set()
-        self._failed_at_s = clock()
         self.uuid: str | None = None
         self.last_devices: Sequence[Mapping[str, Any]] = ()
-        self.failure: str | None = None
-        self.lost: GpuLost | None = None
-        self.failure_changed = False
-        self.was_read = False
+        self.failure: Failure | None = None
 
     @property
     def title(self) -> str:
         return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
 
     @property
-    def busy(self) -> bool:
-        """Whether a call has not returned."""
-        return self._worker.busy or bool(self._abandoned)
+    def state(self) -> Literal["opening", "ok", "lost", "refused"]:
+        """The outcome of its last reading: ``opening`` (none has ended), ``ok``, ``lost``, or ``refused``: it could not
+        be opened, or has the UUID of another GPU, and is not read any more."""
+        if self.uuid is None:
+            return "opening" if self.failure is None else "refused"
+        return "ok" if self.failure is None else "lost"
 
     @property
     def is_reading(self) -> bool:
@@ -74,19 +85,14 @@ class GpuReader:
         return self._worker.busy
 
     @property
+    def busy(self) -> bool:
+        """Whether any call has not returned: that of a reading, or one that was abandoned."""
+        return self.is_reading or bool(self._abandoned)
+
+    @property
     def hangs(self) -> bool:
         """Whether calls do not return, so that NVML must not be closed."""
         return self._is_silent or bool(self._abandoned)
-
-    @property
-    def refused(self) -> bool:
-        """Whether it could not be opened, so that it is not read any more."""
-        return self.failure is not None and self.uuid is None
-
-    @property
-    def works(self) -> bool:
-        """Whether the last reading succeeded."""
-        return self.uuid is not None and self.failure is None
 
     @property
     def _is_silent(self) -> bool:
@@ -96,7 +102,7 @@ class GpuReader:
     async def begin(self, tick: int, within_s: float) -> None:
         """Begin a tick: read the GPU, and wait for at most ``within_s``. Does nothing while the last reading runs."""
         self._tick = tick
-        if not self._worker.busy:
+        if not self.is_reading:
             await asyncio.wait([self._submit_reading()], timeout=within_s)
 
     async def finish(self, ends_s: float, slow_after_s: float, may_read: Callable[[], bool]) -> None:
@@ -104,7 +110,7 @@ class GpuReader:
         ``slow_after_s`` is abandoned. While ``may_read`` is false, no reading begins."""
         loop = asyncio.get_running_loop()
         while (left_s := ends_s - loop.time()) > 0 and self._last_read_tick != self._tick:
-            if may_read() and not (self._worker.busy or self.refused):
+            if may_read() and not (self.is_reading or self.state == "refused"):
                 self._submit_reading()  # the last one was of an earlier tick
             elif may_read():
                 self._abandon_slow_call(slow_after_s)
@@ -144,9 +150,7 @@ class GpuReader:
         """The call that ended the last reading, or that has not returned; None if it works."""
         if self.is_reading:
             return FailedCall(self.gpu.calls.current_call, TIMEOUT)
-        if self.lost is not None:
-            return FailedCall(self.lost.call, self.lost.error.name)
-        return FailedCall("", self.failure) if self.failure is not None else None
+        return None if self.failure is None else self.failure.call
 
     def log_hang(self) -> None:
         """Log that the GPU does not answer, once for each hang."""
@@ -162,7 +166,8 @@ class GpuReader:
             silent_s, call = self._worker.busy_s(), self.gpu.calls.current_call
             return [f"{self.title} has not answered for {silent_s:.0f} s ({call})", *slow_calls]
         if self.failure is not None:
-            return [f"{self._failure_text()} (for {self._clock() - self._failed_at_s:.0f} s)", *slow_calls]
+            failing_s = self._clock() - self.failure.since_s
+            return [f"{self._failure_text(self.failure)} (for {failing_s:.0f} s)", *slow_calls]
         if self._late_reading is not None:
             return [f"{self.title} {self._late_text(self._late_reading)}", *slow_calls]
         return slow_calls
@@ -181,7 +186,6 @@ class GpuReader:
             worker.stop()
 
     def _submit_reading(self) -> "asyncio.Future[GpuReading]":
-        self.was_read = True
         self._reading = reading = self._worker.submit(self.gpu.read)
         reading.add_done_callback(functools.partial(self._settle, self._worker, self._tick))
         return reading
@@ -250,23 +254,23 @@ class GpuReader:
         for call in sorted(self._slow_logged - self.gpu.calls.slow().keys()):
             self._slow_logged.discard(call)
             log.info("%s is quick again", f"{self.title}: {call}")
-        self.lost = reading.lost
-        self._set_failure(str(reading.lost) if reading.lost else None)
+        self._set_failure(str(reading.lost) if reading.lost else None, reading.lost)
 
-    def _set_failure(self, failure: str | None) -> None:
-        previous, self.failure = self.failure, failure
-        self.failure_changed = (failure is None) is not (previous is None)
-        if failure is not None and previous is None:
-            self._failed_at_s = self._clock()
-            log.warning("%s", self._failure_text(), extra=log_fields(self.last_devices[0]) if self.last_devices else {})
-        elif failure is None and previous is not None:
+    def _set_failure(self, text: str | None, lost: GpuLost | None = None) -> None:
+        """Note why the last reading failed, None if it did not, and log it if that has begun or ended."""
+        previous, self.failure = self.failure, None
+        if text is not None:
+            self.failure = Failure(text, self._clock() if previous is None else previous.since_s, lost)
+            if previous is None:
+                extra = log_fields(self.last_devices[0]) if self.last_devices else {}
+                log.warning("%s", self._failure_text(self.failure), extra=extra)
+        elif previous is not None:
             log.info("%s answers again", self.title)
-        self._changed(self)
+        self._changed(self, self.failure is not None and previous is None)
 
-    def _failure_text(self) -> str:
-        if self.uuid is None:
-            return f"GPU {self.index} can't be opened: {self.failure}"
-        return f"{self.title} is lost: {self.failure}"
+    def _failure_text(self, failure: Failure) -> str:
+        what = f"GPU {self.index} can't be opened" if self.uuid is None else f"{self.title} is lost"
+        return f"{what}: {failure.text}"
 
     def _late_text(self, reading: GpuReading) -> str:
         later = "its values come in the next tick, with the time read_ms"

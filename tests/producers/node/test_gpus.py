@@ -68,6 +68,10 @@ class Bench:
     def run(self) -> None:
         self.tasks.append(asyncio.create_task(self.gpus.run()))
 
+    async def until_idle(self) -> None:
+        """Wait until every call to a GPU has returned."""
+        await eventually(lambda: not self.gpus.busy)
+
     async def until_states(self, expected: dict[str, str], within_s: float = 30) -> None:
         """Tick until the devices are in these states."""
         for _ in range(3000):
@@ -208,7 +212,7 @@ async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
             await bench.read(0.05)
         assert caplog.messages.count(silent) == 1
         bench.nvml.release()
-        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.until_idle()
         assert caplog.messages.count("GPU 1 (GPU-1) has returned") == 1
         await bench.until_states(OK)
 
@@ -248,7 +252,7 @@ async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_
     assert bench.gpus.left_out()["GPU-1"]["power_watts"] == ((POWER, "TIMEOUT"),)
     hang.end.set()
     bench.nvml.release()
-    await eventually(lambda: not bench.gpus._gpus[1].busy)
+    await bench.until_idle()
     await bench.read()
     assert (await bench.read())[1]["metrics"] == before
     assert bench.gpus.not_ready() == []
@@ -286,7 +290,7 @@ async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_cos
         device = (await bench.read(0.6))[1]
         assert (device["state"], "power_watts" in device["metrics"]) == ("ok", False)
         assert "temperature_celsius" in device["metrics"]
-        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.until_idle()
     assert bench.nvml.call_counts["GPU-1", POWER] - before < 8
     assert "and is left out until it is quick again" in bench.gpus.not_ready()[0]
 
@@ -300,7 +304,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     bench.nvml.delays_s["GPU-1", "*"] = 0.006
     assert (await bench.states(0.1))["GPU-1"] == "timeout"
     for _ in range(3):
-        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.until_idle()
         before_ms = time.time_ns() // 1_000_000
         first, late, _ = await bench.read(0.1)
         assert msgspec.convert(late, Device).state == "ok"
@@ -312,7 +316,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     (reported,) = log_messages(caplog)
     assert "GPU 1 (GPU-1): it takes " in reported
     bench.nvml.delays_s.clear()
-    await eventually(lambda: not bench.gpus._gpus[1].busy)
+    await bench.until_idle()
     assert "read_ms" not in (await bench.read())[1]
     assert bench.gpus.not_ready() == []
 
@@ -324,7 +328,7 @@ async def test_a_gpu_whose_quick_reading_comes_too_late_for_its_tick_is_not_call
     await bench.open()
     bench.nvml.delays_s["GPU-1", "*"] = 0.006
     assert (await bench.states(0.1))["GPU-1"] == "timeout"
-    await eventually(lambda: not bench.gpus._gpus[1].busy)
+    await bench.until_idle()
     await bench.read(0.1)
     (reason,) = bench.gpus.not_ready()
     assert "GPU 1 (GPU-1) was read too late" in reason
@@ -339,10 +343,10 @@ async def test_a_gpu_that_is_late_in_every_other_tick_is_not_logged_each_time(
     for delay_s in (0.006, 0.007, 0.008):
         bench.nvml.delays_s["GPU-1", "*"] = delay_s
         assert (await bench.states(0.1))["GPU-1"] == "timeout"
-        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.until_idle()
         await bench.read(0.1)
         bench.nvml.delays_s.clear()
-        await eventually(lambda: not bench.gpus._gpus[1].busy)
+        await bench.until_idle()
         await bench.read()
     limiter = RateLimiter(every_s=3600.0)
     late = [record for record in caplog.records if "too late" in record.getMessage() or "takes" in record.getMessage()]
@@ -443,6 +447,17 @@ async def test_a_bug_in_reading_a_gpu_is_reported_and_delays_no_other(
         assert await bench.states() == OK | {"GPU-1": "lost"}
     assert "IndexError" in bench.gpus.not_ready()[0]
     assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+async def test_a_bug_in_reading_a_gpu_that_was_lost_is_the_reason_from_then_on(bench: Bench) -> None:
+    await bench.open()
+    bench.nvml.gpus[1].error = binding.GPU_IS_LOST
+    await bench.read()
+    bench.nvml.gpus[1].error = None
+    bench.nvml.gpus[1].answers["nvmlDeviceGetRemappedRows"] = ()
+    await bench.read()
+    ((_, _, failed_call),) = bench.gpus.unreadable()
+    assert failed_call.error.startswith("IndexError")
 
 
 async def test_each_process_is_counted_once_by_its_kind(bench: Bench) -> None:

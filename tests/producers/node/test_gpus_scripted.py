@@ -110,7 +110,7 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     if node.running is not None:
         node.running.cancel()
         await asyncio.wait([node.running])
-    await eventually(lambda: not any(gpu.busy for gpu in node.gpus._gpus))
+    await eventually(lambda: not node.gpus.busy)
     node.gpus.close()
 
 
@@ -229,7 +229,7 @@ async def test_a_call_that_hangs_for_5_s_costs_only_its_own_value_and_is_not_mad
     assert node.call_count(POWER, 5) == before + 1
     node.nvml.set(5, power_mw=1_000)
     node.nvml.release()
-    await eventually(lambda: not node.gpus._gpus[5].busy)
+    await eventually(lambda: not node.gpus.busy)
     await node.read()
     assert (await node.read())[5]["metrics"]["power_watts"] == 1
 
