@@ -22,7 +22,7 @@ from producers.node.cgroups import ProcessOwners
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.calls import FailedCall, LeftOut
 from producers.node.nvml.driver import Census, Driver, Reopening
-from producers.node.nvml.events import Events, Xid, Xids
+from producers.node.nvml.events import WAIT_S, Events, Xid, Xids
 from producers.node.nvml.gpu import PhysicalGpu, log_fields, without_values
 from producers.node.nvml.reader import GpuReader
 
@@ -41,12 +41,14 @@ _NUMBER_KEYS = ("index", "minor")
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often things are checked, in seconds. ``retry_s``: a missing driver; ``census_s``: the GPUs that a new
-    process would see, or ``soon_s`` after one was lost; ``list_s``: the MIG devices of each GPU."""
+    process would see, or ``soon_s`` after one was lost; ``list_s``: the MIG devices of each GPU; ``xid_wait_s``:
+    whether to go on waiting for XID errors."""
 
     retry_s: float = 5.0
     census_s: float = 40.0
     soon_s: float = 10.0
     list_s: float = 10.0
+    xid_wait_s: float = WAIT_S
 
 
 class UnreadableGpu(NamedTuple):
@@ -80,7 +82,7 @@ class Gpus:
         self._census = census
         self._reopening = Reopening(pace.census_s, clock)
         self._xids = Xids(instruments)
-        self._events = Events(self._nvml, instruments, on_xid=self._on_xid, clock=clock)
+        self._events = Events(self._nvml, instruments, on_xid=self._on_xid, clock=clock, wait_s=pace.xid_wait_s)
         self._gpus: list[GpuReader] = []
         self._tick_number = 1  # a GpuReader begins at 0
         self._lost = LostGpus()

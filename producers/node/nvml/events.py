@@ -40,7 +40,7 @@ from producers.node.worker import Worker
 log = logging.getLogger(__name__)
 
 XID_EVENT = 8
-WAIT_MS = 500  # the longest time until a wait ends
+WAIT_S = 0.5  # the longest time until a wait ends
 HANGS_AFTER_S = 5.0  # a call that has not returned for longer is reported
 MAX_BATCH = 1024  # events that are collected before the event loop gets them
 RETRY_EVERY_S = 5.0
@@ -74,15 +74,22 @@ class _WaitResult(NamedTuple):
 
 
 class Events:
-    """Waits for the XID errors of all GPUs, and calls ``on_xid`` for each. All methods are for the event loop's
-    thread."""
+    """Waits for the XID errors of all GPUs, ``wait_s`` at a time, and calls ``on_xid`` for each. All methods are for
+    the event loop's thread."""
 
     def __init__(
-        self, nvml: Nvml, instruments: Instruments, *, on_xid: Callable[[Xid], None], clock: Callable[[], float]
+        self,
+        nvml: Nvml,
+        instruments: Instruments,
+        *,
+        on_xid: Callable[[Xid], None],
+        clock: Callable[[], float],
+        wait_s: float = WAIT_S,
     ) -> None:
-        self._nvml, self._instruments, self._on_xid, self._clock = nvml, instruments, on_xid, clock
+        self._instruments, self._on_xid = instruments, on_xid
         self._worker = Worker("nvml-events", clock)
-        self._watch = _XidWatch(nvml, clock)
+        self._new_watch = functools.partial(_XidWatch, nvml, clock, wait_s)
+        self._watch = self._new_watch()
         self._added: set[int] = set()
         self._hang_logged = False
         self.pause()
@@ -121,7 +128,7 @@ class Events:
     def add(self, gpu: int, handle: Handle) -> None:
         """Wait for the events of the GPU of that index, too. Adding a GPU again has no effect."""
         if self._watch.ending.is_set() and not (self._paused or self.busy):
-            self._watch, self._added = _XidWatch(self._nvml, self._clock), set()
+            self._watch, self._added = self._new_watch(), set()
         if self._watch.ending.is_set() or gpu in self._added:
             return
         self._added.add(gpu)
@@ -162,12 +169,12 @@ class _XidWatch:
     failed calls of the GPUs that are not in the set; ``unsupported`` is set if the driver has no event sets.
     Only ``ending``, ``new``, ``refusals``, ``current_call`` and :meth:`calling_s` are for other threads, too."""
 
-    def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
+    def __init__(self, nvml: Nvml, clock: Callable[[], float], wait_s: float) -> None:
         self.ending = threading.Event()
         self.new: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
         self.refusals: dict[int, FailedCall] = {}
         self.unsupported: FailedCall | None = None
-        self._nvml, self._clock = nvml, clock
+        self._nvml, self._clock, self._wait_s = nvml, clock, wait_s
         self._handles: dict[int, Handle] = {}
         self._event_set: EventSet | None = None
         self._indexes: dict[int, int] = {}
@@ -250,7 +257,7 @@ class _XidWatch:
         if self._indexes:
             self._wait(self._event_set, result)
         else:
-            self._rest(WAIT_MS / 1000)
+            self._rest(self._wait_s)
 
     def _begin_call(self, call: str) -> None:
         self.current_call, self._call_began_s = call, self._clock()
@@ -280,14 +287,14 @@ class _XidWatch:
         self._begin_call("nvmlEventSetWait")
         began_s = self._clock()
         try:
-            event = self._nvml.wait(events, WAIT_MS)
+            event = self._nvml.wait(events, round(self._wait_s * 1000))
         except NvmlError:
             with contextlib.suppress(NvmlError):  # the XID error that caused the loss of a GPU may be queued behind it
                 self._drain(events, self._nvml.wait(events, 0), result)
             raise
         self._retry_delay_s = 0.0
-        if event is None and self._clock() - began_s < WAIT_MS / 2000:
-            self._rest(WAIT_MS / 1000)  # NVML has not waited
+        if event is None and self._clock() - began_s < self._wait_s / 2:
+            self._rest(self._wait_s)  # NVML has not waited
         self._drain(events, event, result)
 
     def _drain(self, events: EventSet, event: NvmlEvent | None, result: _WaitResult) -> None:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,14 +22,14 @@ from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding, reader
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import LONGEST_REOPENING_S, DriverReplaced
-from producers.node.nvml.events import XID_EVENT
+from producers.node.nvml.events import RETRY_EVERY_S, XID_EVENT
 from tests.eventually import LIMIT_S, eventually
 from tests.producers.fakes import FakeClock
 from tests.producers.node.nvml.fake import FakeCensus, FakeDevice, FakeNvml, FakeProcessOwners, part, running
 from topics.samples import Device
 
-QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01)
-NEVER = Pace(retry_s=3600, census_s=3600, soon_s=3600)
+QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01, xid_wait_s=0.02)
+NEVER = Pace(retry_s=3600, census_s=3600, soon_s=3600, xid_wait_s=0.02)
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 POWER = "nvmlDeviceGetPowerUsage"
 
@@ -148,7 +149,7 @@ async def test_it_is_not_ready_before_it_is_opened() -> None:
 async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: Bench) -> None:
     await bench.open()
     hang = bench.nvml.hang("GPU-1", "*")
-    for _ in range(3):
+    for _ in range(2):
         async with asyncio.timeout(15):
             devices = await bench.read(0.7)
     assert [device["state"] for device in devices] == ["ok", "timeout", "ok"]
@@ -827,7 +828,7 @@ async def test_nvml_is_opened_again_at_the_next_census_after_a_long_hang() -> No
 
 
 async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
-    pace = Pace(census_s=3600, soon_s=0.3)
+    pace = replace(NEVER, soon_s=0.3)
     async with opened(Bench(pace=pace)) as bench:
         bench.gpus = bench.make()
         loop = asyncio.get_running_loop()
@@ -841,7 +842,7 @@ async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
 
 
 async def test_a_gpu_that_stays_lost_causes_no_more_censuses_than_the_others() -> None:
-    pace = Pace(census_s=3600, soon_s=0.01)
+    pace = replace(NEVER, soon_s=0.01)
     async with opened(Bench(pace=pace)) as bench:
         await bench.open()
         bench.run()
@@ -999,8 +1000,8 @@ async def test_a_gpu_that_can_not_be_read_has_the_call_and_the_reason_and_a_work
     assert [refusal.gpu_index for refusal in bench.gpus.unreadable()] == [3]
 
 
-@pytest.mark.slow
 async def test_a_gpu_that_reports_no_xid_errors_leaves_them_out_until_it_does(bench: Bench) -> None:
+    bench.gpus = bench.make(clock=bench.clock)
     _with_events(bench)
     bench.nvml.gpus[1].fail("nvmlDeviceGetSupportedEventTypes", binding.NO_PERMISSION)
     bench.nvml.gpus[2].answers["nvmlDeviceGetSupportedEventTypes"] = 0
@@ -1013,6 +1014,7 @@ async def test_a_gpu_that_reports_no_xid_errors_leaves_them_out_until_it_does(be
     silent_gpus = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
     await eventually(lambda: silent() == silent_gpus)
     _with_events(bench)
+    bench.clock.now_s += RETRY_EVERY_S
     await eventually(lambda: silent() == {"GPU-2": silent_gpus["GPU-2"]})
 
 

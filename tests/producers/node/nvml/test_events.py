@@ -30,7 +30,11 @@ class Bench:
         self.instruments = Instruments(names.INSTRUMENTS)
         self.ahead_s = 0.0
         self.events = Events(
-            self.nvml, self.instruments, on_xid=self.reported.append, clock=lambda: time.monotonic() + self.ahead_s
+            self.nvml,
+            self.instruments,
+            on_xid=self.reported.append,
+            clock=lambda: time.monotonic() + self.ahead_s,
+            wait_s=0.05,
         )
 
     @property
