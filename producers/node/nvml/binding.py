@@ -181,31 +181,9 @@ class Nvml:
         return Handle(self.call("nvmlDeviceGetHandleByIndex", index))
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
-        """The answer of pynvml's ``function`` for a device; an empty list if there is nothing to list.
-        The argument of nvmlDeviceGetMemoryInfo is the version of its structure; older drivers have none."""
-        if function == "nvmlDeviceGetMemoryInfo":
-            memory = _unfilled(pynvml.c_nvmlMemory_v2_t if arguments else pynvml.c_nvmlMemory_t)
-            if arguments:
-                (memory.version,) = arguments
-            _fill(f"{function}_v2" if arguments else function, (handle,), (memory,))
-            return memory
-        if function == "nvmlDeviceGetPciInfo":  # without the texts in it, which pynvml decodes when they are read
-            pci = _unfilled(pynvml.nvmlPciInfo_t)
-            _fill("nvmlDeviceGetPciInfo_v3", (handle,), (pci,))
-            return pci
-        if function == "nvmlDeviceGetTemperatureV":  # signed: all bits set would be -1 degree
-            answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, *arguments, -(1 << 31))
-            _fill(function, (handle,), (answer,))
-            return int(answer.temperature)
-        if function == "nvmlDeviceGetGridLicensableFeatures":
-            result = _unfilled(pynvml.c_nvmlGridLicensableFeatures_v4_t)
-            _fill("nvmlDeviceGetGridLicensableFeatures_v4", (handle,), (result,))
-            if not result.isGridLicenseSupported:  # the GPU has no features to license
-                raise NvmlError(NOT_SUPPORTED)
-            features = result.gridLicensableFeatures[: result.licensableFeaturesCount]
-            return int(any(feature.featureState for feature in features))
-        if function in _LISTS:
-            return _LISTS[function](function, handle, *arguments)
+        """The answer of pynvml's ``function`` for a device; an empty list if there is nothing to list."""
+        if function in _SPECIAL:
+            return _SPECIAL[function](function, handle, *arguments)
         answer_types = _ANSWER_TYPES.get(function)
         if answer_types is None:
             return self.call(function, handle, *arguments)
@@ -313,6 +291,39 @@ def _symbol(name: str) -> Callable[..., int]:
     return function
 
 
+def _memory(function: str, handle: Handle, *version: int) -> Any:
+    """The argument is the version of the structure; older drivers have none."""
+    memory = _unfilled(pynvml.c_nvmlMemory_v2_t if version else pynvml.c_nvmlMemory_t)
+    if version:
+        (memory.version,) = version
+    _fill(f"{function}_v2" if version else function, (handle,), (memory,))
+    return memory
+
+
+def _pci(function: str, handle: Handle) -> Any:
+    """Without the texts in it, which pynvml decodes when they are read."""
+    pci = _unfilled(pynvml.nvmlPciInfo_t)
+    _fill(f"{function}_v3", (handle,), (pci,))
+    return pci
+
+
+def _temperature(function: str, handle: Handle, sensor: int) -> int:
+    """It is signed: all bits set would be -1 degree."""
+    answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, sensor, -(1 << 31))
+    _fill(function, (handle,), (answer,))
+    return int(answer.temperature)
+
+
+def _licensed(function: str, handle: Handle) -> int:
+    """Whether a feature is licensed, as 0 or 1. Raises NvmlError if the GPU has no features to license."""
+    answer = _unfilled(pynvml.c_nvmlGridLicensableFeatures_v4_t)
+    _fill(f"{function}_v4", (handle,), (answer,))
+    if not answer.isGridLicenseSupported:
+        raise NvmlError(NOT_SUPPORTED)
+    features = answer.gridLicensableFeatures[: answer.licensableFeaturesCount]
+    return int(any(feature.featureState for feature in features))
+
+
 def _items(symbol: str, item_type: type[Any], call: Callable[..., int]) -> list[Any]:
     """What NVML lists. ``call`` calls its function with the count and the array of items; without an array it gives
     their number. Raises NvmlError, also if that number can't be true."""
@@ -376,9 +387,14 @@ def _processes_utilization(symbol: str, handle: Handle, since_us: int) -> list[A
     return _items(symbol, pynvml.c_nvmlProcessUtilizationInfo_v1_t, ask)
 
 
-_LISTS: dict[str, Callable[..., list[Any]]] = {
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "nvmlDeviceGetMemoryInfo": _memory,
+    "nvmlDeviceGetPciInfo": _pci,
+    "nvmlDeviceGetTemperatureV": _temperature,
+    "nvmlDeviceGetGridLicensableFeatures": _licensed,
     **{name: _processes for names in PROCESS_LISTS for name in names},
     "nvmlDeviceGetProcessUtilization": _process_utilization,
     "nvmlDeviceGetProcessesUtilizationInfo": _processes_utilization,
 }
-"""The functions that list processes."""
+"""The functions whose structure has a version or another size, and those that list processes: each with the one here
+that asks it, which gets its name, the handle and the arguments."""
