@@ -69,6 +69,9 @@ class JobMapping(NamedTuple):
     unknown_files: frozenset[str] = frozenset()
 
 
+_NOT_READ = JobMapping({}, [])
+
+
 def parse(content: bytes) -> JobLines:
     """The job ids of a file: one per line, without the blanks around it; empty lines are ignored. Never raises."""
     lines = [line for line in map(bytes.strip, content.split(b"\n")) if line]
@@ -180,10 +183,7 @@ class JobFiles:
         self._read_directory = read_directory or (None if directory is None else Directory(directory).read)
         self._worker = None if self._read_directory is None else Worker("job-files")
         self._reading: asyncio.Future[JobMapping] | None = None
-        self._job_ids_by_file: JobIdsByFile = {}
-        self._jobs_by_id: Mapping[str, Job] = {}
-        self._unknown_files: frozenset[str] = frozenset()
-        self._directory_was_read: bool | None = False if directory is None else None
+        self._mapping = _NOT_READ  # the result of the last reading that has ended
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._throttle = LogThrottle(clock)
 
@@ -197,24 +197,28 @@ class JobFiles:
         await asyncio.wait([self._reading], timeout=within_s)
         if not self._accept():
             self._report([Problem("timeout", self._directory, "reading it takes too long")])
-        return self._job_ids_by_file
+        return self._mapping.job_ids_by_file
 
     def enriched(self, job: Job) -> Job:
         """The job with the values of its own file. They win over those of its processes, because root wrote them."""
-        described = self._jobs_by_id.get(job.id)
+        described = self._mapping.jobs_by_id.get(job.id)
         if described is None:
             return job
         return Job(job.id, *(new or old for new, old in zip(described[1:], job[1:], strict=True)))
 
     def were_read(self) -> bool | None:
         """Whether the last reading that has ended could list the job files; None before the first one has ended."""
-        return self._directory_was_read
+        if self._directory is None:
+            return False
+        if self._mapping is _NOT_READ:
+            return None
+        return all(problem.reason != "directory" for problem in self._mapping.problems)
 
     def cover(self, device: Mapping[str, Any]) -> bool:
         """Whether the files that were read name every job of a device. They do not if its own file can't be used, or if
         its index, which is the name of that file, is not known."""
         name = file_name(device)
-        return name is not None and self._unknown_files.isdisjoint((name, device.get("uuid")))
+        return name is not None and self._mapping.unknown_files.isdisjoint((name, device.get("uuid")))
 
     def troubles(self) -> list[str]:
         """The problems of the last reading, as texts for people."""
@@ -228,11 +232,8 @@ class JobFiles:
         """If the reading has ended, put its result into force; returns whether it has."""
         if self._reading is None or not self._reading.done():
             return False
-        mapping, self._reading = self._reading.result(), None
-        self._job_ids_by_file, self._jobs_by_id = mapping.job_ids_by_file, mapping.jobs_by_id
-        self._unknown_files = mapping.unknown_files
-        self._directory_was_read = all(problem.reason != "directory" for problem in mapping.problems)
-        self._report(mapping.problems)
+        self._mapping, self._reading = self._reading.result(), None
+        self._report(self._mapping.problems)
         return True
 
     def _report(self, problems: list[Problem]) -> None:
