@@ -125,6 +125,18 @@ def containers(answer: bytes, prefixes: tuple[str, ...]) -> list[dict[str, Any]]
     return rows
 
 
+def with_missing(listed: Sequence[Json], known: Sequence[Json]) -> list[Json]:
+    """The listed containers, and the known ones that are missing there, unless another container has got their devices.
+    For the first answers of a kubelet that was restarted, which may lack pods."""
+    devices_before = {container_key(row): _devices(row) for row in known}
+    taken_devices = set[Any]()  # what a container had before, beside another, it took from nobody
+    for row in listed:
+        taken_devices |= _devices(row) - devices_before.get(container_key(row), set())
+    listed_keys = set(map(container_key, listed))
+    missing = [row for row in known if container_key(row) not in listed_keys]
+    return [*listed, *(row for row in missing if taken_devices.isdisjoint(_devices(row)))]
+
+
 def call_failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
     """The result of a failed call, and a text for people. RESOURCE_EXHAUSTED has several meanings, which differ in
     ``details``."""
@@ -302,16 +314,8 @@ class Kubelet:
             else:
                 decoded = await asyncio.to_thread(containers, answer, self._prefixes)
             settled = self._clock() >= self._settled_s
-            kept: list[Json] = []
-            if not settled:  # it may lack pods: keep the known containers whose devices are free
-                listed_keys, known = set(map(container_key, decoded)), self._listed_containers or ()
-                devices_before = {container_key(row): _devices(row) for row in known}
-                taken_devices = set[Any]()  # what a container had before, beside another, it took from nobody
-                for row in decoded:
-                    taken_devices |= _devices(row) - devices_before.get(container_key(row), set())
-                missing = [row for row in known if container_key(row) not in listed_keys]
-                kept = [row for row in missing if taken_devices.isdisjoint(_devices(row))]
-            self._listed_containers, self._last_answer = [*decoded, *kept], answer if settled else None
+            self._listed_containers = [*decoded] if settled else with_missing(decoded, self._listed_containers or ())
+            self._last_answer = answer if settled else None
         self._events_at_call, self._answered_s = events_at_call, self._clock()
         if self._pod_watch is not None:
             self._pod_watch.forget({(row["namespace"], row["pod"]) for row in self._listed_containers}, events_at_call)

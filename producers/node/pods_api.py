@@ -147,8 +147,11 @@ class PodWatch:
             self._instruments.gauge(names.PODS_WATCHED).set(0)
             self._instruments.counter(names.POD_WATCHES, result).inc()
             self._log_state(result, reason)
-            for _ in range(round(REFUSED_AGAIN_S / LOOK_AGAIN_S) if result == "refused" else 1):
-                await asyncio.sleep(LOOK_AGAIN_S if result == "refused" else retry_s)
+            if result != "refused":
+                await asyncio.sleep(retry_s)
+                continue
+            for _ in range(round(REFUSED_AGAIN_S / LOOK_AGAIN_S)):
+                await asyncio.sleep(LOOK_AGAIN_S)
                 if self._identity() != identity:  # the kubelet was restarted, and may not refuse any more
                     break
 
