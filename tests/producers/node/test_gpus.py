@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from producers.node import instruments as own
 from producers.node.cgroups import ProcessOwner
 from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding, reader
-from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import LONGEST_REOPENING_S, DriverReplaced
 from producers.node.nvml.events import RETRY_EVERY_S, XID_EVENT
 from tests.eventually import LIMIT_S, eventually
@@ -42,19 +41,31 @@ def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Bench:
-    """GPUs, the fake machine that they are in, and the metrics."""
+    """GPUs, the fake machine that they are in, and the metrics. ``stopped_clock``: time is what the test sets."""
 
-    def __init__(self, gpus: int = 3, *, pace: Pace = NEVER) -> None:
-        self.nvml, self.clock, self.owners = FakeNvml(gpus), FakeClock(), FakeProcessOwners()
-        self.census = FakeCensus(lambda: None)
+    def __init__(
+        self,
+        gpus: int = 3,
+        *,
+        pace: Pace = NEVER,
+        nvml: FakeNvml | None = None,
+        stopped_clock: bool = False,
+        interval_s: float = 1.0,
+    ) -> None:
+        self.nvml, self.clock, self.owners = nvml or FakeNvml(gpus), FakeClock(), FakeProcessOwners()
+        self.census = FakeCensus(lambda: [gpu.uuid for gpu in self.nvml.gpus if gpu.error is None])
         self.instruments = Instruments(own.INSTRUMENTS)
-        self.pace = pace
-        self.gpus = self.make()
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def make(self, *, nvml: Nvml | None = None, **more: Any) -> Gpus:
         census: Any = self.census
-        return Gpus(self.instruments, self.owners, nvml=nvml or self.nvml, census=census, pace=self.pace, **more)
+        self.gpus = Gpus(
+            self.instruments,
+            self.owners,
+            interval_s=interval_s,
+            nvml=self.nvml,
+            census=census,
+            pace=pace,
+            clock=self.clock if stopped_clock else time.monotonic,
+        )
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> Devices:
         await self.gpus.open(30)
@@ -201,8 +212,7 @@ async def let_hang(bench: Bench, uuid: str) -> None:
 async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
     interval_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(Bench()) as bench:
-        bench.gpus = bench.make(clock=bench.clock, interval_s=interval_s)
+    async with opened(Bench(stopped_clock=True, interval_s=interval_s)) as bench:
         await bench.open()
         caplog.set_level(logging.INFO)
         await let_hang(bench, "GPU-1")
@@ -219,8 +229,7 @@ async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
 
 
 async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_it_returns() -> None:
-    async with opened(Bench()) as bench:
-        bench.gpus = bench.make(clock=bench.clock)
+    async with opened(Bench(stopped_clock=True)) as bench:
         await bench.open()
 
         def threads() -> list[str]:
@@ -522,8 +531,7 @@ async def test_a_driver_without_gpus_is_reported() -> None:
 
 
 async def test_an_init_that_does_not_return_is_reported_and_there_is_no_second_one_beside_it() -> None:
-    async with opened(Bench(pace=QUICK)) as bench:
-        bench.gpus = bench.make(clock=bench.clock)
+    async with opened(Bench(pace=QUICK, stopped_clock=True)) as bench:
         hang = bench.nvml.hang(None, "nvmlInit")
         await bench.gpus.open(0.05)
         bench.run()
@@ -540,8 +548,6 @@ async def test_a_new_gpu_that_a_new_process_sees_is_read_after_opening_again(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     quick.run()
     await eventually(lambda: len(quick.census.times) > 2)
@@ -556,8 +562,6 @@ async def test_a_new_gpu_that_a_new_process_sees_is_read_after_opening_again(
 
 async def test_no_census_runs_before_gpus_were_read_however_long_the_interval_is(quick: Bench) -> None:
     """Otherwise GPUs that no tick has read yet would not count as working, and NVML would be opened again for them."""
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
@@ -569,8 +573,6 @@ async def test_no_census_runs_before_gpus_were_read_however_long_the_interval_is
 
 
 async def test_the_buffers_of_nvml_are_freed_before_it_is_opened_again(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     for gpu in quick.nvml.gpus:
         gpu.profiled({2: 80})
     await quick.open()
@@ -585,8 +587,6 @@ async def test_the_buffers_of_nvml_are_freed_before_it_is_opened_again(quick: Be
 
 async def test_while_freeing_hangs_nvml_is_not_opened_again(quick: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "QUIET_WITHIN_S", 0.1)
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     quick.nvml.gpus[0].profiled({2: 80})
     await quick.open()
     hang = quick.nvml.hang(None, "nvmlGpmSampleFree")
@@ -601,8 +601,6 @@ async def test_while_freeing_hangs_nvml_is_not_opened_again(quick: Bench, monkey
 
 
 async def test_a_gpu_that_has_disappeared_is_reported_as_lost(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     quick.run()
     removed_gpu = quick.nvml.gpus.pop(1)
@@ -619,8 +617,6 @@ async def test_a_gpu_that_has_disappeared_is_reported_as_lost(quick: Bench) -> N
 
 
 async def test_of_two_lost_gpus_that_had_one_index_only_the_later_one_has_it(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     quick.run()
     states = dict(OK)
@@ -638,8 +634,6 @@ async def test_of_two_lost_gpus_that_had_one_index_only_the_later_one_has_it(qui
 async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_back_when_it_comes_back(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     quick.nvml.gpus[2].answers["nvmlDeviceGetSerial"] = "1650922"
     before = (await quick.open())[2]
     caplog.set_level(logging.INFO)
@@ -682,8 +676,6 @@ async def test_two_gpus_that_are_lost_at_once_have_a_line_each(bench: Bench, cap
 async def test_a_mig_device_of_a_gpu_that_is_cut_again_is_not_missing_and_those_of_a_missing_gpu_are(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     quick.nvml.gpus[1].cut(part("MIG-a"), part("MIG-b", 2))
     await quick.open()
     quick.nvml.gpus[1].cut(part("MIG-c", 3))
@@ -697,8 +689,6 @@ async def test_a_mig_device_of_a_gpu_that_is_cut_again_is_not_missing_and_those_
 
 
 async def test_a_gpu_that_can_not_be_opened_again_stays_in_the_ticks_and_is_reported_once(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus if gpu.error is None])
-    quick.gpus = quick.make()
     await quick.open()
     quick.nvml.gpus[1].error = binding.GPU_IS_LOST
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
@@ -711,8 +701,6 @@ async def test_a_gpu_that_can_not_be_opened_again_stays_in_the_ticks_and_is_repo
 
 
 async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     for gpu in quick.nvml.gpus:
         gpu.error = binding.UNINITIALIZED
@@ -729,8 +717,7 @@ async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
 
 
 async def test_opening_again_is_retried_until_it_works(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [*OK, "GPU-new"])
-    quick.gpus = quick.make()
+    quick.census.look = lambda: [*OK, "GPU-new"]
     await quick.open()
     quick.nvml.driver_error = binding.DRIVER_NOT_LOADED
     quick.run()
@@ -741,8 +728,7 @@ async def test_opening_again_is_retried_until_it_works(quick: Bench) -> None:
 
 
 async def test_while_nvml_is_opened_again_no_gpu_is_called_and_all_are_timeouts(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: ["GPU-new"])
-    quick.gpus = quick.make()
+    quick.census.look = lambda: ["GPU-new"]
     await quick.open()
     hang = quick.nvml.hang(None, "nvmlInit")
     quick.run()
@@ -758,8 +744,7 @@ async def test_while_nvml_is_opened_again_no_gpu_is_called_and_all_are_timeouts(
 
 
 async def test_a_tick_in_which_nvml_is_opened_again_uses_no_old_handle(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: ["GPU-new"])
-    quick.gpus = quick.make()
+    quick.census.look = lambda: ["GPU-new"]
     await quick.open()
     slow = quick.nvml.hang("GPU-0", POWER)
     reading = asyncio.create_task(quick.states())
@@ -777,8 +762,6 @@ async def test_a_tick_in_which_nvml_is_opened_again_uses_no_old_handle(quick: Be
 
 
 async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_lost(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     hang = quick.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
@@ -791,9 +774,8 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
 
 
 async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
-    async with opened(Bench(pace=QUICK)) as bench:
-        bench.census = FakeCensus(lambda: ["GPU-new"])
-        bench.gpus = bench.make(clock=bench.clock)
+    async with opened(Bench(pace=QUICK, stopped_clock=True)) as bench:
+        bench.census.look = lambda: ["GPU-new"]
         await bench.open()
         hang = bench.nvml.hang("GPU-1", POWER)
         await bench.read(0.05)
@@ -810,9 +792,8 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
 
 
 async def test_nvml_is_opened_again_at_the_next_census_after_a_long_hang() -> None:
-    async with opened(Bench(pace=QUICK)) as bench:
-        bench.census = FakeCensus(lambda: ["GPU-new"])
-        bench.gpus = bench.make(clock=bench.clock)
+    async with opened(Bench(pace=QUICK, stopped_clock=True)) as bench:
+        bench.census.look = lambda: ["GPU-new"]
         await bench.open()
         hang = bench.nvml.hang("GPU-1", POWER)
         await bench.read(0.05)
@@ -830,7 +811,6 @@ async def test_nvml_is_opened_again_at_the_next_census_after_a_long_hang() -> No
 async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
     pace = replace(NEVER, soon_s=0.3)
     async with opened(Bench(pace=pace)) as bench:
-        bench.gpus = bench.make()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await bench.open()
@@ -867,8 +847,7 @@ async def test_a_library_of_another_driver_needs_a_new_process(quick: Bench) -> 
 
 
 async def test_an_init_that_finds_another_driver_than_before_needs_a_new_process(quick: Bench) -> None:
-    quick.census = FakeCensus(lambda: ["GPU-new"])
-    quick.gpus = quick.make()
+    quick.census.look = lambda: ["GPU-new"]
     await quick.open()
     quick.nvml.driver_error = binding.LIB_RM_VERSION_MISMATCH
     quick.run()
@@ -902,21 +881,15 @@ async def test_closing_while_the_driver_hangs_makes_no_call() -> None:
     assert bench.nvml.shutdowns == 0
 
 
-def test_a_bug_in_opening_is_raised_by_run() -> None:
+async def test_a_bug_in_opening_is_raised_by_run() -> None:
     class Faulty(FakeNvml):
         def init(self) -> None:
             raise ZeroDivisionError
 
-    async def main() -> None:
-        bench = Bench()
-        gpus = bench.make(nvml=Faulty(1))
-        await gpus.open(30)
-        running: Coroutine[Any, Any, None] = gpus.run()
+    async with opened(Bench(nvml=Faulty(1))) as bench:
+        await bench.gpus.open(30)
         with pytest.raises(ZeroDivisionError):
-            await running
-        gpus.close()
-
-    asyncio.run(main())
+            await bench.gpus.run()
 
 
 def _with_events(bench: Bench) -> None:
@@ -959,8 +932,6 @@ async def test_events_that_hang_delay_neither_the_ticks_nor_the_end(bench: Bench
 @pytest.mark.slow
 async def test_events_are_registered_again_when_nvml_was_opened_again(quick: Bench) -> None:
     _with_events(quick)
-    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
-    quick.gpus = quick.make()
     await quick.open()
     await _registered(quick)
     quick.nvml.gpus.append(FakeDevice("GPU-3"))
@@ -1000,22 +971,22 @@ async def test_a_gpu_that_can_not_be_read_has_the_call_and_the_reason_and_a_work
     assert [refusal.gpu_index for refusal in bench.gpus.unreadable()] == [3]
 
 
-async def test_a_gpu_that_reports_no_xid_errors_leaves_them_out_until_it_does(bench: Bench) -> None:
-    bench.gpus = bench.make(clock=bench.clock)
-    _with_events(bench)
-    bench.nvml.gpus[1].fail("nvmlDeviceGetSupportedEventTypes", binding.NO_PERMISSION)
-    bench.nvml.gpus[2].answers["nvmlDeviceGetSupportedEventTypes"] = 0
-    await bench.open()
+async def test_a_gpu_that_reports_no_xid_errors_leaves_them_out_until_it_does() -> None:
+    async with opened(Bench(stopped_clock=True)) as bench:
+        _with_events(bench)
+        bench.nvml.gpus[1].fail("nvmlDeviceGetSupportedEventTypes", binding.NO_PERMISSION)
+        bench.nvml.gpus[2].answers["nvmlDeviceGetSupportedEventTypes"] = 0
+        await bench.open()
 
-    def silent() -> dict[str, Any]:
-        return {uuid: left_out["xids"] for uuid, left_out in bench.gpus.left_out().items() if "xids" in left_out}
+        def silent() -> dict[str, Any]:
+            return {uuid: left_out["xids"] for uuid, left_out in bench.gpus.left_out().items() if "xids" in left_out}
 
-    types = "nvmlDeviceGetSupportedEventTypes"
-    silent_gpus = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
-    await eventually(lambda: silent() == silent_gpus)
-    _with_events(bench)
-    bench.clock.now_s += RETRY_EVERY_S
-    await eventually(lambda: silent() == {"GPU-2": silent_gpus["GPU-2"]})
+        types = "nvmlDeviceGetSupportedEventTypes"
+        silent_gpus = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
+        await eventually(lambda: silent() == silent_gpus)
+        _with_events(bench)
+        bench.clock.now_s += RETRY_EVERY_S
+        await eventually(lambda: silent() == {"GPU-2": silent_gpus["GPU-2"]})
 
 
 async def test_without_sets_of_events_no_gpu_reports_xid_errors(bench: Bench) -> None:

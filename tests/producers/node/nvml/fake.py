@@ -382,16 +382,16 @@ class FakeProcessOwners(ProcessOwners):
 
 
 class FakeCensus:
-    """The UUIDs that a new process would see, as the test gives them."""
+    """The UUIDs of the GPUs that work for a new process, as ``look`` gives them, which the test may set."""
 
     def __init__(self, look: Callable[[], Iterable[str] | None]) -> None:
-        self._look = look
+        self.look = look
         self.times: list[float] = []
         self.closed = False
 
     async def run(self) -> frozenset[str] | None:
         self.times.append(time.monotonic())
-        uuids = self._look()
+        uuids = self.look()
         return None if uuids is None else frozenset(uuids)
 
     def not_ready(self) -> list[str]:
