@@ -5,6 +5,7 @@ import gc
 import struct
 import subprocess
 import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -266,6 +267,7 @@ def test_a_header_whose_name_is_no_utf_8_ends_no_reader(codec: int) -> None:
     assert unread.next_fetch_offset == 19
 
 
+@cache
 def large(first: int, codec: int) -> bytes:
     """A batch of two records that is larger than anybody wants to have when it is unpacked."""
     builder = _DefaultRecordBatchBuilderPy(2, codec, 0, -1, 0, 0, 1 << 30)
