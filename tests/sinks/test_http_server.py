@@ -53,6 +53,7 @@ async def test_a_request_that_is_none_is_answered_and_not_logged(
     async with serving() as (reader, writer):
         writer.write(request_.encode())
         answer = await reader.read(1024)
+        writer.write_eof()
         while await reader.read(1024):
             continue
 
