@@ -55,12 +55,6 @@ class Machine:
         report: dict[str, Any] = json.loads(line)
         return report
 
-    def text(self, *options: str) -> str:
-        result = self.run(*options)
-        assert (result.exit_code, result.stderr) == (0, "")
-        assert max(map(len, result.stdout.splitlines())) <= devices.WIDTH
-        return result.stdout
-
     def begin(self, pid: int, cgroup: str) -> None:
         """A process."""
         folder = self.procfs / str(pid)
@@ -103,6 +97,7 @@ def test_every_key_of_a_device_has_a_value_or_a_reason(machine: Machine) -> None
     for device in report["devices"]:
         assert device["metrics"].keys() | _left_out(device).keys() >= set(CATALOGUE)
         assert device["metrics"].keys().isdisjoint(_left_out(device))
+    assert "no kubelet is asked" in _text(report)
     first, second, third, _ = report["devices"]
     assert first["metrics"]["gpu_utilization_ratio"] == 0.93
     assert _left_out(first) == {
@@ -225,8 +220,6 @@ def test_without_a_kubelet_it_says_so_and_shows_the_processes_with_pod_and_job(
     assert "42, memory not known, 0 %, job 4242" in text
     assert "43, 0 GiB, 10 %, of no pod or job that can be seen" in text
     assert "the socket is not there" in text
-    machine.socket = "off"
-    assert "no kubelet is asked" in machine.text("--device", "0")
 
 
 def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_and_the_error(nvml: ScriptedNvml) -> None:
@@ -254,14 +247,16 @@ def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_an
 
 def test_one_device_is_shown_by_its_index_or_its_uuid_and_a_gpu_with_its_mig_devices(machine: Machine) -> None:
     machine.nvml.mig(1, [Mig(1), Mig(5, 0, "3g.40gb")])
-    uuids = {
-        name: [device["uuid"] for device in machine.report("--device", name)["devices"]]
-        for name in ("1", MIG.format(5).replace("b7ed", "B7ED"))
-    }
-    assert list(uuids.values()) == [[UUID.format(1), MIG.format(1), MIG.format(5)], [MIG.format(5)]]
-    result = machine.run("--device", "17")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert f"no device '17' here, by index or UUID: there are 0 {UUID.format(0)}, 1" in result.stderr
+    gpu = machine.report("--device", "1")
+    assert [device["uuid"] for device in gpu["devices"]] == [UUID.format(1), MIG.format(1), MIG.format(5)]
+    result = machine.run("--device", MIG.format(5).replace("b7ed", "B7ED"))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [line.partition(":")[0] for line in result.stdout.splitlines() if line.endswith(", ok")] == [
+        "  GPU 1 MIG 5/0"
+    ]
+    assert max(map(len, result.stdout.splitlines())) <= devices.WIDTH
+    with pytest.raises(NothingToShow, match=f"no device '17' here, by index or UUID: there are 1 {UUID.format(1)}, "):
+        only(gpu, "17")
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -119,34 +120,32 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
 
 
 def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_machine(
-    port: int, nvml: ScriptedNvml
+    port: int, nvml: ScriptedNvml, tmp_path: Path
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     nvml.gpus = 2
     nvml.processes(0, [(process.pid, 1 << 30)])
     nvml.set(0, utilization_gpu=93)
     nvml.set(1, row_remap_failure=1)
-    try:
-        options = ["--duration", "9s", "--interval", "250ms", "--node", "workstation", "--listen", "off"]
-        addresses = ["--scrape-listen", f"127.0.0.1:{port}", "--pod-resources-socket", "/no/such/kubelet.sock"]
-        result = subprocess.run(
+    expected = (f"{nvml.gpus} GPUs (1 held)", ", 1 alert, ", f"busiest pid {process.pid}")
+    options = ["--interval", "250ms", "--node", "workstation", "--listen", "off"]
+    addresses = ["--scrape-listen", f"127.0.0.1:{port}", "--pod-resources-socket", "/no/such/kubelet.sock"]
+    with (tmp_path / "stderr").open("w+") as stderr:
+        run = subprocess.Popen(
             [*RUN, *options, *addresses],
             env=os.environ | nvml.environment(),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
-            check=False,
-            timeout=LIMIT_S,
         )
-    finally:
-        process.communicate(b"\n")
+        lines = list(takewhile(lambda line: not all(part in line for part in expected), run.stdout or ()))
+        run.send_signal(signal.SIGINT)
+        out, _ = run.communicate(timeout=LIMIT_S)
+    process.communicate(b"\n")
 
-    assert result.returncode == 0, result.stderr
-    assert f"{nvml.gpus} GPUs (1 held)" in result.stdout
-    assert f"busiest pid {process.pid}" in result.stdout
-    assert ", 1 alert, " in result.stdout
-    not_ready = [line for line in result.stdout.splitlines() if "not ready" in line]
-    assert all("too little CPU" in line for line in not_ready)
-    assert result.stdout.splitlines()[-1].split() == ["lost", "0"]
+    assert run.returncode == 0, (tmp_path / "stderr").read_text()
+    assert all("too little CPU" in line for line in [*lines, *out.splitlines()] if "not ready" in line)
+    assert out.splitlines()[-1].split() == ["lost", "0"]
 
 
 def test_a_machine_without_a_driver_gets_a_sentence_that_says_what_to_do() -> None:
