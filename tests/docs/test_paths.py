@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from delivery.settings import ComponentSpec
 from docs import flow
 from producers import PRODUCERS
 from sinks import SINKS
@@ -12,7 +11,6 @@ from streams import STREAMS
 from tests.docs.page import ROOT
 from tests.docs.test_migrate import OPTIONS
 from topics.reference import stale
-from topics.topic import load_topics
 
 PAGES = (
     "README.md",
@@ -96,16 +94,3 @@ def test_every_file_that_a_page_names_is_there(page: str) -> None:
 def test_the_picture_has_every_component_and_is_fresh() -> None:
     assert stale({flow.PATH: flow.svg()}) == []
     assert all(f">{name}</text>" in flow.svg() for name in (*PRODUCERS, *STREAMS, *SINKS))
-
-
-@pytest.mark.parametrize(
-    "row", [*PRODUCERS.values(), *STREAMS.values(), *SINKS.values()], ids=lambda row: row.component
-)
-def test_a_components_topics_are_those_that_its_module_names(row: ComponentSpec) -> None:
-    module = ROOT / (row.component.partition(":")[0].replace(".", "/") + ".py")
-    head = module.read_text().split("State:")[0].split("State,")[0].partition("In:")[2]
-    inputs, _, outputs = head.partition("Out:")
-    inside = {"gpu.dead-letters", *row.keeps}.difference(row.reads, row.writes)
-    topics = set(load_topics())
-    assert {name for name in topics - inside if re.search(rf"{name}\b(?!-)", inputs)} == set(row.reads)
-    assert {name for name in topics - inside if re.search(rf"{name}\b(?!-)", outputs)} == set(row.writes)
