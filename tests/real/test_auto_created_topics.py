@@ -28,6 +28,7 @@ from tests.eventually import eventually
 from tests.real.conftest import need
 from tests.real.pipeline import running
 from tests.real.servers import KafkaServer, find_java, find_kafka
+from tests.real.test_topics import compare
 
 NOWHERE = "http://127.0.0.1:1"
 
@@ -58,12 +59,14 @@ def creating(broker_that_creates: KafkaServer) -> KafkaServer:
 
 
 def components(kafka: str, kubeconfig: Path) -> list[Component]:
-    """One of each."""
+    """One of each. What the fleet has for topics that are missing is not waited for."""
     kubeconfig.write_text(KUBECONFIG)
+    fleet = SimulatedFleet(SimulatedSettings(kafka=kafka, fleet="2x1", interval_s=0.1))
+    fleet.drain_s = 0.1
     return [
         NodeProducer(NodeSettings(kafka=kafka, node="n", pod_resources_socket=None)),
         ClusterProducer(ClusterSettings(kafka=kafka, kubeconfig=kubeconfig, lease=None)),
-        SimulatedFleet(SimulatedSettings(kafka=kafka, fleet="2x1", interval_s=0.1)),
+        fleet,
         Attribution(AttributionSettings(kafka=kafka)),
         Alerts(AlertSettings(kafka=kafka)),
         RemoteWriteSink(RemoteWriteSettings(kafka=kafka, url=NOWHERE)),
@@ -87,6 +90,13 @@ async def test_a_client_that_uses_a_topic_by_name_does_not_make_it(creating: Kaf
         assert creating.topics() == {}
     finally:
         await consumer.stop()
+
+
+async def test_asking_for_a_topic_does_not_create_it(creating: KafkaServer) -> None:
+    found_mismatches = await compare(creating.address)
+
+    assert {mismatch.have for mismatch in found_mismatches} == {"missing"}
+    assert creating.topics() == {}
 
 
 async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(

@@ -1,6 +1,6 @@
 """The contract's topics on a real broker: created once, corrected, compared, and never resized."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 from confluent_kafka import Producer
@@ -178,12 +178,3 @@ async def test_every_error_is_in_one_message(empty: KafkaServer) -> None:
     assert [mismatch.subject for mismatch in await compare(empty.address, FLOW) if not mismatch.breaks] == [
         "segment.ms"
     ]
-
-
-async def test_asking_for_a_topic_does_not_create_it(start_kafka: Callable[..., KafkaServer]) -> None:
-    kafka = start_kafka(settings={"auto.create.topics.enable": "true"})
-
-    found_mismatches = await compare(kafka.address)
-
-    assert {mismatch.have for mismatch in found_mismatches} == {"missing"}
-    assert kafka.topics() == {}
