@@ -16,6 +16,7 @@ from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 
 from delivery.clock import now_ms
+from sinks.remote_write import send
 from sinks.remote_write.sink import RemoteWriteSink
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
@@ -257,7 +258,10 @@ async def test_an_explicit_2_0_waits_where_only_1_0_is_spoken(
     assert_accounted(sink_.registry)
 
 
-async def test_an_outage_of_the_receiver_is_waited_for(attributed: KafkaServer, prometheus: PrometheusServer) -> None:
+async def test_an_outage_of_the_receiver_is_waited_for(
+    attributed: KafkaServer, prometheus: PrometheusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send, "_BACKOFF_MAX_S", 0.2)
     fleet, requests = Fleet(), 0
     records = fleet.history(now_ms(), 20, 4)
     await write(attributed, records)
