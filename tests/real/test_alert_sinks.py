@@ -7,6 +7,7 @@ import json
 import time as clock
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -78,6 +79,11 @@ async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
 def pods(server: AlertmanagerServer) -> set[str]:
     """The pods whose alerts fire, as Alertmanager sees it."""
     return {alert["labels"]["k8s_pod_name"] for alert in server.alerts()}
+
+
+def first_end_s(server: AlertmanagerServer) -> float:
+    """When the first alert would end in Alertmanager if none were sent to it any more."""
+    return min([datetime.fromisoformat(alert["endsAt"]).timestamp() for alert in server.alerts()], default=0.0)
 
 
 def named(numbers: Iterable[object]) -> set[str]:
@@ -229,17 +235,19 @@ async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
     """It is away for so long that every open alert would have ended in it, and comes back without any."""
     fleet = Fleet()
     away, stays = await asyncio.to_thread(start_alertmanager), await asyncio.to_thread(start_alertmanager)
-    sink = alertmanager_sink(gpustream, alerts_kafka, "am", away.url, stays.url)
+    sink = alertmanager_sink(gpustream, alerts_kafka, "am", away.url, stays.url, resend="1s")
     await asyncio.to_thread(sink.start)
     await write(alerts_kafka, [fleet.firing(pod) for pod in range(20)])
     await asyncio.to_thread(eventually_sync, lambda: pods(away) == pods(stays) == named(range(20)), "both have all")
     await asyncio.to_thread(away.kill9)
+    killed_s = clock.time()
     await write(alerts_kafka, [fleet.over(pod) for pod in range(5)])
     await write(alerts_kafka, [fleet.firing(pod) for pod in range(20, 25)])
     await asyncio.to_thread(
         eventually_sync, lambda: pods(stays) == named(range(5, 25)), "the other one has what is new"
     )
-    await asyncio.sleep(12)  # Alertmanager ends after 8 s what is not sent to it again
+    held_s = 4.0  # four times --resend: then Alertmanager ends what is not sent to it again
+    await asyncio.to_thread(eventually_sync, lambda: first_end_s(stays) > killed_s + 2 * held_s, "all is sent on")
     await write(alerts_kafka, [b"{nonsense", fleet.firing("last")])
     all_names = named([*range(5, 25), "last"])
     await asyncio.to_thread(eventually_sync, lambda: pods(stays) == all_names, "the other one has all, all the while")
@@ -249,7 +257,7 @@ async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
         eventually_sync, lambda: pods(away) == all_names, "what is open is sent to the one that is back"
     )
     await asyncio.to_thread(eventually_sync, sink.ready, "all is well again")
-    assert pods(stays) == all_names
+    await asyncio.to_thread(eventually_sync, lambda: pods(stays) == all_names, "and the other one has all, still")
     for letter in await read_all(alerts_kafka.address, "gpu.dead-letters"):
         assert letter.value == b"{nonsense"
 

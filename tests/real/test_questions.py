@@ -30,7 +30,7 @@ from sinks.remote_write import encode_v1
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.real.conftest import need
-from tests.real.pipeline import Gpustream, lag, read_all, sender_to
+from tests.real.pipeline import Gpustream, Truth, lag, read_all, sender_to
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_prometheus
 from tests.sinks.alerts import alert
 from topics.topic import node_key
@@ -38,7 +38,10 @@ from topics.topic import node_key
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "queries.md"
 CLUSTERS = ("prod-us-east-1", "prod-eu-west-1")
 OUR_CLUSTER = CLUSTERS[0]
-FLEET_S = 15.0
+NODES = 10
+TICKS = 3
+"""So many ticks of each node are enough for every query."""
+
 JOB = {"id": "12345", "user": "ada", "partition": "gpu"}
 IDLE = 0.05
 QUANTITIES = {
@@ -114,7 +117,8 @@ def _collect_answers(
     asyncio.run(_slurm(kafka))
     asyncio.run(_split(kafka))
     asyncio.run(_alerts(kafka))
-    time.sleep(FLEET_S)
+    truths = [directory / f"{cluster}.jsonl" for cluster in CLUSTERS]
+    eventually_sync(lambda: len(Truth.read(*truths).ticks) >= TICKS * NODES * len(CLUSTERS), every_s=0.5)
     for fleet in fleets:
         fleet.stop()
     eventually_sync(lambda: _behind(kafka) == 0, "all is delivered", every_s=0.5)
@@ -126,7 +130,7 @@ def _collect_answers(
 
 
 def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
-    size = ("--fleet", "10x8", "--seed", str(seed), "--pod-life", "10m")
+    size = ("--fleet", f"{NODES}x8", "--seed", str(seed), "--pod-life", "10m")
     return ("produce", "simulated", "--cluster", cluster, *size, "--truth", str(truth))
 
 
