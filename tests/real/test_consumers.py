@@ -48,7 +48,7 @@ from tests.real.process import Server
 from tests.real.servers import KafkaServer, Missing
 
 CLUSTER = "consumers"
-FLEET_S = 20.0
+FLEET_S = 12.0
 IDLE_AFTER_S = 3.0
 REPLAYED = 100
 

@@ -31,8 +31,8 @@ from tests.real.servers import KafkaServer, PrometheusServer, find_java, find_ka
 from tests.real.soak import secured
 
 CLUSTER = "nodes"
-BEFORE_S, OUTAGE_S, STOP_AFTER_S = 8.0, 40.0, 12.0
-SHORT_BUFFER_S = 13
+BEFORE_S, OUTAGE_S, STOP_AFTER_S = 8.0, 28.0, 6.0
+SHORT_BUFFER_S = 8
 PHASE_TICKS = 2
 FEWEST_PODS = 4  # on a machine that is very busy a pod holds the GPU for more ticks
 TICK_MS = 1000
