@@ -420,28 +420,6 @@ class KafkaCluster:
         """The three brokers, for clients without security."""
         return ",".join(broker.address for broker in self.brokers)
 
-    @property
-    def sasl_ssl(self) -> str:
-        """See :attr:`KafkaServer.sasl_ssl`."""
-        return ",".join(broker.sasl_ssl for broker in self.brokers)
-
-    @property
-    def mtls(self) -> str:
-        """See :attr:`KafkaServer.mtls`."""
-        return ",".join(broker.mtls for broker in self.brokers)
-
-    def leader(self, topic: str, partition: int) -> KafkaServer:
-        """The broker that leads a partition now, as the brokers that live say."""
-        living = next(broker for broker in self.brokers if broker.ready())
-        partition_info = living.admin().list_topics(topic, timeout=ASK_TIMEOUT_S).topics[topic].partitions[partition]
-        return self.brokers[int(partition_info.leader) - 1]
-
-    def in_sync(self, topic: str) -> int:
-        """How many replicas the partition of a topic has that has the fewest in sync."""
-        living = next(broker for broker in self.brokers if broker.ready())
-        partitions = living.admin().list_topics(topic, timeout=ASK_TIMEOUT_S).topics[topic].partitions
-        return min(len(partition.isrs) for partition in partitions.values())
-
     def __enter__(self) -> Self:
         try:
             for broker in self.brokers:

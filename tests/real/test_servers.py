@@ -21,7 +21,6 @@ from tests.real.process import HeldPort, listens
 from tests.real.servers import (
     PLAIN_PASSWORDS,
     AlertmanagerServer,
-    KafkaCluster,
     KafkaServer,
     PrometheusServer,
     find_java,
@@ -49,20 +48,6 @@ async def test_a_record_can_be_produced_and_consumed(kafka: KafkaServer) -> None
     kafka.create_topics({"round-trip": 1})
     assert await produce(kafka.address, "round-trip", b"hello") == 0
     assert await consume_one(kafka.address, "round-trip") == b"hello"
-
-
-async def test_an_acknowledged_record_outlives_kill_9_on_the_same_address(
-    start_kafka: Callable[..., KafkaServer],
-) -> None:
-    broker = start_kafka()
-    address = broker.address
-    broker.create_topics({"kept": 1})
-    await produce(address, "kept", b"still here")
-    broker.kill9()
-    assert not listens(broker.ports[0].number)
-    broker.start()
-    assert broker.address == address
-    assert await consume_one(address, "kept") == b"still here"
 
 
 class Token(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has no types
@@ -121,17 +106,6 @@ async def test_a_broker_is_only_who_its_certificate_names(kafka: KafkaServer, au
         await produce(
             kafka.sasl_ssl.replace("localhost", "127.0.0.1"), "any", b"x", security_protocol="SSL", ssl_context=context
         )
-
-
-async def test_three_brokers_take_a_record_while_one_is_away(kafka_cluster: KafkaCluster) -> None:
-    kafka_cluster.brokers[0].create_topics({"on-three": 1})
-    assert kafka_cluster.in_sync("on-three") == 3
-    leader = kafka_cluster.leader("on-three", 0)
-    leader.kill9()
-    assert await produce(kafka_cluster.address, "on-three", b"x") == 0
-    assert kafka_cluster.leader("on-three", 0) is not leader
-    leader.start()
-    leader.wait_until(lambda: kafka_cluster.in_sync("on-three") == 3)
 
 
 def test_apache_kafka_refuses_to_go_without_the_classic_group_protocol(
