@@ -23,9 +23,9 @@ from tests.docs.page import ROOT, blocks
 from tests.eventually import LIMIT_S, eventually_sync
 from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, documents, environment
 from tests.real.conftest import need
-from tests.real.kubernetes import ADMIN, ApiServer, Reply
+from tests.real.kubernetes import ADMIN, ApiServer, Reply, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream
-from tests.real.servers import KafkaServer, Missing, find_promtool, real_dir
+from tests.real.servers import KafkaServer, Missing, find_openssl, find_promtool, real_dir
 
 KUSTOMIZE = "kustomize-5.8.2"
 CUSTOM_RESOURCES = "crds-2"
@@ -540,10 +540,18 @@ def kind_of(manifest: Manifest) -> Manifest:
     return {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
 
 
-async def test_the_doctor_misses_no_right_that_the_base_grants(start_kube_api: Callable[..., ApiServer]) -> None:
-    api = start_kube_api()
-    for manifest in render(K8S / "base"):
-        assert api.apply(manifest).status == 201
+@pytest.fixture(scope="module")
+def base_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API with what the base has, and nothing else."""
+    need(find_etcd, find_kube_apiserver, find_openssl)
+    with ApiServer(tmp_path_factory.mktemp("kubernetes")) as server:
+        for manifest in render(K8S / "base"):
+            assert server.apply(manifest).status == 201
+        yield server
+
+
+async def test_the_doctor_misses_no_right_that_the_base_grants(base_api: ApiServer) -> None:
+    api = base_api
     labels = {"app.kubernetes.io/name": "gpustream", "app.kubernetes.io/component": "cluster"}
     metadata = {"name": "cluster-0", "namespace": "gpustream", "labels": labels}
     spec = {"serviceAccountName": "cluster", "containers": [{"name": "cluster", "image": "i"}]}
@@ -552,14 +560,13 @@ async def test_the_doctor_misses_no_right_that_the_base_grants(start_kube_api: C
     observed = await doctor.inspect(api.kubeconfig(ADMIN), "gpustream")
     assert (observed.missing_rights, observed.refusals) == ({"cluster": []}, {})
     assert observed.leases == {"gpustream/gpustream-cluster": None}
+    api.delete("/api/v1/namespaces/gpustream/pods/cluster-0")
 
 
 def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_is_used(
-    start_kube_api: Callable[..., ApiServer], empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream]
+    base_api: ApiServer, empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream]
 ) -> None:
-    api = start_kube_api()
-    for manifest in render(K8S / "base"):
-        assert api.apply(manifest).status == 201
+    api = base_api
     api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
     for chain in OWNED:
         owned_pod(api, chain)
@@ -580,6 +587,8 @@ def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_i
     assert producer.get("/readyz") is not None
     lease = api.get("/apis/coordination.k8s.io/v1/namespaces/gpustream/leases/gpustream-cluster")
     assert lease["spec"]["holderIdentity"] == "cluster-0"
+    producer.stop()
+    api.delete("/apis/coordination.k8s.io/v1/namespaces/gpustream/leases/gpustream-cluster")
 
 
 # What the pods may do
