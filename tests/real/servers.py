@@ -533,6 +533,7 @@ class PrometheusServer(HttpServer):
             f"--storage.tsdb.path={self.directory / 'data'}",
             f"--web.listen-address=127.0.0.1:{self.ports[0].number}",
             "--web.enable-remote-write-receiver",
+            "--scrape.discovery-reload-interval=200ms",  # or what it is to scrape is left alone for 5 s
             "--log.level=warn",
             *self.options,
         ]

@@ -224,13 +224,8 @@ async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
         await asyncio.wait_for(running, LIMIT_S)
 
 
-@every_protocol
 async def test_prometheus_has_what_was_sent_and_not_what_ended(
-    empty_kafka: KafkaServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    protocols: list[str] | None,
-    content_type: str,
+    empty_kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(find_prometheus)
     empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
@@ -240,23 +235,25 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     next_ticks = [tick("n-0", 2, "next", None), first[1]]
     await send(empty_kafka, *first)
     async with scraping(empty_kafka) as address:
-        with Scraper(tmp_path, {"gpustream": address}, protocols=protocols) as prometheus:
+        with Scraper(tmp_path, {"gpustream": address}, protocols=None) as prometheus:
             await wait_for_answer(prometheus, expected(first))
             await send(empty_kafka, next_ticks[0])
             await wait_for_answer(prometheus, expected(next_ticks))
             (up,) = await asyncio.to_thread(prometheus.query, "min_over_time(up[5m])")
 
     assert up.value == 1
-    assert scrapes.keys() == {content_type}
+    assert scrapes.keys() == {TEXT_UTF8}
     assert len(expected(first)) == 4 * (len(NAMED) + 1)
     assert len(expected(next_ticks)) == 3 * (len(NAMED) + 1)
 
 
 @every_protocol
 async def test_prometheus_reads_every_series_of_every_profile(
-    tmp_path: Path, protocols: list[str] | None, content_type: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocols: list[str] | None, content_type: str
 ) -> None:
     need(find_prometheus)
+    scrapes: dict[str, int] = defaultdict(int)
+    monkeypatch.setattr(server, "accepted", counting(scrapes))
     devices = {names: groups_of(full_node(), names) for names in PROFILES}
     async with AsyncExitStack() as servers:
         targets: dict[str, tuple[str, int]] = {}
@@ -273,6 +270,7 @@ async def test_prometheus_reads_every_series_of_every_profile(
                 }
                 await wait_for_answer(prometheus, expected_values, names)
                 assert len(expected_values) == len(exposed_samples) > 60
+    assert scrapes.keys() == {content_type}
 
 
 RATIOS = {
