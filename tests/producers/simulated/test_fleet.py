@@ -82,7 +82,8 @@ def test_a_reading_does_not_depend_on_earlier_readings(fleet: Fleet, times: list
 
 def _without_events(reading: NodeReading) -> NodeReading:
     """What a reading has, whenever the one before it was made: all but its events."""
-    return reading._replace(devices=[{**device, "events": None} for device in reading.devices])
+    devices = [{**device, "events": None} for device in reading.devices]
+    return reading._replace(devices=devices, at_events={})
 
 
 @given(fleets)

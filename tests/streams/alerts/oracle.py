@@ -488,7 +488,7 @@ class History:
             yield spell
 
     def _is_over(self, subject: Subject, i: int, *, event: bool) -> bool:
-        """Whether an exact tick shows that the pod is gone, or that it has silenced the rule."""
+        """Whether an exact tick shows that the pod is gone, or a tick with holders that it has silenced the rule."""
         tick = self.ticks[i]
         if not (subject.pod_uid or self._rule[subject.name].kind in OF_PODS):
             return False
@@ -498,7 +498,7 @@ class History:
         pods = [holder for device in devices if (holder := _of_pod(device, subject)) is not None]
         if not pods:
             return not event and tick.attribution == "exact"
-        return policy_of(pods[0]).off
+        return tick.attribution != "none" and policy_of(pods[0]).off
 
     def silences(self, rule: Rule) -> Iterable[Transition]:
         """The silences of a node: from when it had sent nothing for long until its next tick."""
