@@ -722,9 +722,9 @@ def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=BRIEFLY)
 
 
-def chart(values: Path, release: str = "gpustream") -> list[Manifest]:
-    """The objects that Helm renders from the chart with a file of values."""
-    ran = helm("template", release, CHART, "--namespace", "gpustream", "--values", values)
+def chart(values: Path, release: str = "gpustream", source: Path = CHART) -> list[Manifest]:
+    """The objects that Helm renders from the chart, or from a copy of it, with a file of values."""
+    ran = helm("template", release, source, "--namespace", "gpustream", "--values", values)
     assert ran.returncode == 0, ran.stderr
     return [manifest for manifest in documents(ran.stdout) if manifest]
 
@@ -796,6 +796,16 @@ def test_the_chart_of_each_site_is_accepted_strictly_and_upgrades_to_another_ima
             if answer.status not in {200, 201} or answer.warnings:
                 refused[f"{version} {manifest['kind']}/{manifest['metadata']['name']}"] = answer
     assert refused == {}
+
+
+def test_a_version_with_a_commit_and_a_release_with_a_dot_are_accepted_too(cluster: Cluster, tmp_path: Path) -> None:
+    """Flux makes the version 0.1.0+COMMIT of a chart in a Git repository."""
+    copied = shutil.copytree(CHART, tmp_path / "gpustream")
+    description = (copied / "Chart.yaml").read_text()
+    (copied / "Chart.yaml").write_text(re.sub("(?m)(ersion: 0.1.0)$", r"\1+abcdef123456", description))
+    values = values_of_a_site(tmp_path / "values.yaml", {"image": {"tag": "0.1.0"}})
+    answers = [cluster.apply(manifest, dry=True) for manifest in chart(values, "team.ml", copied)]
+    assert [answer for answer in answers if answer.status not in {200, 201} or answer.warnings] == []
 
 
 URL = "https://hooks.example.com/gpu-alerts"

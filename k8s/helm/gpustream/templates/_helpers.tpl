@@ -17,15 +17,11 @@ page: {kind: Deployment, command: [sink, page]}
 reclaim: {kind: StatefulSet, command: [sink, reclaim]}
 {{- end }}
 
-{{- /* 38: the pods of a StatefulSet have a label with its name and 11 characters more, of 63. */ -}}
+{{- /* 38: the pods of a StatefulSet have a label with its name and 11 characters more, of 63. A release may have a dot in
+its name, and a Service may not. */ -}}
 {{- define "gpustream.fullname" -}}
-{{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 38 | trimSuffix "-" }}
-{{- else if contains .Chart.Name .Release.Name }}
-{{- .Release.Name | trunc 38 | trimSuffix "-" }}
-{{- else }}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 38 | trimSuffix "-" }}
-{{- end }}
+{{- $ofRelease := contains .Chart.Name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) }}
+{{- .Values.fullnameOverride | default $ofRelease | replace "." "-" | trunc 38 | trimSuffix "-" }}
 {{- end }}
 
 {{- /* In: [root, component]. Out: the settings of a component over those of all, with its name and what it is. */ -}}
@@ -72,12 +68,13 @@ the API server refuses that. */ -}}
 {{- end }}
 {{- end }}
 
-{{- /* In: [root, name]. */ -}}
+{{- /* In: [root, name]. A version may have a +, as Flux adds a commit with it, and a label may not. */ -}}
 {{- define "gpustream.labels" -}}
 {{- $root := index . 0 }}
 {{- include "gpustream.selector" . }}
-{{- $labels := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/managed-by" $root.Release.Service }}
-{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
+{{- $labels := dict "app.kubernetes.io/managed-by" $root.Release.Service }}
+{{- $_ := set $labels "app.kubernetes.io/version" ($root.Chart.AppVersion | replace "+" "_") }}
+{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_") }}
 {{- include "gpustream.site-labels" (list "commonLabels" $root.Values.commonLabels) }}
 {{- range $name, $value := $root.Values.commonLabels }}
 {{- $_ := set $labels $name $value }}
