@@ -808,6 +808,29 @@ def test_a_version_with_a_commit_and_a_release_with_a_dot_are_accepted_too(clust
     assert [answer for answer in answers if answer.status not in {200, 201} or answer.warnings] == []
 
 
+@pytest.mark.parametrize("site", ["gke", "production"])
+def test_the_api_server_keeps_what_the_chart_says_as_it_is(cluster: Cluster, site: str) -> None:
+    """Else each comparison with what is in Git finds a difference."""
+    for manifest in chart(CHART / "ci" / f"{site}.yaml", release=f"kept-{site}"):
+        kept = cluster.apply(manifest, dry=True).body
+        assert differing(manifest, kept) == [], f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def differing(said: Any, kept: Any, path: str = "") -> list[str]:
+    """Where an object lacks something of another one, or has something else."""
+    if isinstance(said, Mapping) and isinstance(kept, Mapping):
+        return [
+            found for key, value in said.items() for found in differing(value, kept.get(key, "(none)"), f"{path}.{key}")
+        ]
+    if isinstance(said, list) and isinstance(kept, list) and len(said) == len(kept):
+        return [
+            found
+            for number, pair in enumerate(zip(said, kept, strict=True))
+            for found in differing(*pair, f"{path}[{number}]")
+        ]
+    return [] if said == kept else [f"{path}: {said!r} is kept as {kept!r}"]
+
+
 URL = "https://hooks.example.com/gpu-alerts"
 SCALED = {"autoscaling": {"enabled": True}}
 SAME = {
