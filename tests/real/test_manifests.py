@@ -1034,6 +1034,21 @@ def test_the_notes_name_brokers_that_are_a_list_as_the_option_takes_them() -> No
     assert "into the Kafka at a:9092,b:9092." in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("node.nodeSelector=null", "the GPUs of every node into the Kafka at kafka.kafka:9092."),
+        ("node.nodeSelector=null,defaults.nodeSelector.a=b", 'the GPUs of every node with {"a":"b"} into'),
+        ("node.enabled=false", "the GPUs of no node of this cluster into"),
+        ("options.kafka=null", "into the Kafka of GPUSTREAM_KAFKA."),
+        ("options.kafka=null,options.kafka-config=/etc/c", "into the Kafka of /etc/c."),
+    ],
+)
+def test_the_notes_name_the_nodes_and_the_kafka_that_the_pods_have(values: str, said: str) -> None:
+    ran = helm("install", "gpustream", CHART, "--dry-run=client", "--set", values)
+    assert said in ran.stdout, ran.stderr
+
+
 def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
     site: Manifest = {
         "commonLabels": None,
