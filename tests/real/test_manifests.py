@@ -1049,6 +1049,17 @@ def test_the_notes_name_the_nodes_and_the_kafka_that_the_pods_have(values: str, 
     assert said in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize(("value", "folder"), [("dashboards", "grafana"), ("prometheusRule", "prometheus")])
+def test_a_copy_of_the_chart_without_the_files_of_its_links_says_so(tmp_path: Path, value: str, folder: str) -> None:
+    """Flux takes no links of a Git repository, and Git on Windows may not."""
+    copied = shutil.copytree(CHART, tmp_path / "gpustream")
+    shutil.rmtree(copied / "files" / folder)
+    assert helm("template", "gpustream", copied).returncode == 0
+    ran = helm("template", "gpustream", copied, "--set", f"{value}.enabled=true")
+    assert ran.returncode != 0
+    assert f"{value}.enabled: this copy of the chart has no files/{folder}" in ran.stderr
+
+
 def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
     site: Manifest = {
         "commonLabels": None,

@@ -182,6 +182,13 @@ option can be repeated; else commas are between them. A number is written as JSO
 {{- toYaml $options }}
 {{- end }}
 
+{{- /* In: [root, the name of a value, a folder of files/]. Out: nothing. It fails if the copy of the chart lacks the folder. */ -}}
+{{- define "gpustream.linked-files" -}}
+{{- if not ((index . 0).Files.Glob (printf "files/%s/*" (index . 2))) }}
+{{- fail (printf "%s: this copy of the chart has no files/%s, a link that leads out of its folder: take the chart that `helm package` makes" (index . 1) (index . 2)) }}
+{{- end }}
+{{- end }}
+
 {{- /* In: [settings, option, options]. Out: the port where it listens, which the kubelet must reach. */ -}}
 {{- define "gpustream.port" -}}
 {{- $listen := get (index . 2) (index . 1) | toString }}
