@@ -140,15 +140,18 @@ POD_VALUES: dict[str, dict[str, Any]] = {
     ),
 }
 
+SERVICE_ACCOUNT = object_of(annotations=doc(TEXTS, "Annotations of the account, for example a role of a cloud."))
+
 COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "node": {
+        "serviceAccount": SERVICE_ACCOUNT,
         "maxUnavailable": doc({"type": ["string", "integer"]}, "Nodes that are updated at once."),
         "kubeletDirectory": doc(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
         "resourceQuota": doc(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
     },
     "cluster": {
         "policyEvents": doc(SWITCH, "Events on pods whose annotations under gpustream.dev/ are wrong."),
-        "serviceAccount": object_of(annotations=doc(TEXTS, "Annotations of the account.")),
+        "serviceAccount": SERVICE_ACCOUNT,
         "customOwners": doc(
             {
                 "type": "array",
@@ -169,6 +172,7 @@ COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
         )
     },
     "metricsApi": {
+        "serviceAccount": SERVICE_ACCOUNT,
         "aggregated": doc(SWITCH, "Serve custom.metrics.k8s.io too, if no other server has it."),
         "tlsSecret": doc(TEXT, "A Secret with tls.crt and tls.key; empty: that of the certificate below."),
         "caBundle": doc(TEXT, "Without cert-manager: the CA of that certificate, in base64, for the API server."),
@@ -184,6 +188,7 @@ COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
         )
     },
     "reclaim": {
+        "serviceAccount": SERVICE_ACCOUNT,
         "act": doc(SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."),
         "namespaces": doc(
             {"type": "array", "items": {**TEXT, "minLength": 1}}, "Where it may read, and act; empty: everywhere."

@@ -1060,6 +1060,19 @@ def test_a_copy_of_the_chart_without_the_files_of_its_links_says_so(tmp_path: Pa
     assert f"{value}.enabled: this copy of the chart has no files/{folder}" in ran.stderr
 
 
+def test_every_account_of_the_chart_may_have_a_role_of_a_cloud(tmp_path: Path) -> None:
+    annotations = {"eks.amazonaws.com/role-arn": "arn:aws:iam::000000000000:role/gpustream"}
+    account = {"enabled": True, "serviceAccount": {"annotations": annotations}}
+    site = {"openshift": True, **dict.fromkeys(("node", "cluster", "reclaim"), account)}
+    manifests = chart(
+        values_of_a_site(tmp_path / "values.yaml", site | {"metricsApi": {**account, "aggregated": True}})
+    )
+    accounts = [manifest["metadata"] for manifest in manifests if manifest["kind"] == "ServiceAccount"]
+    assert {account["name"]: account["annotations"] for account in accounts} == dict.fromkeys(
+        ("gpustream-cluster", "gpustream-metrics-api", "gpustream-node", "gpustream-reclaim"), annotations
+    )
+
+
 def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
     site: Manifest = {
         "commonLabels": None,

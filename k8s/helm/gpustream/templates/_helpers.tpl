@@ -82,6 +82,22 @@ the API server refuses that. */ -}}
 {{- include "gpustream.texts" $labels }}
 {{- end }}
 
+{{- /* In: [root, settings]. Out: the component's own account. */ -}}
+{{- define "gpustream.account" -}}
+{{- $c := index . 1 }}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ $c.fullname }}
+  namespace: {{ (index . 0).Release.Namespace | quote }}
+  labels:
+    {{- include "gpustream.labels" (list (index . 0) $c.name) | nindent 4 }}
+  {{- with $c.serviceAccount.annotations }}
+  annotations:
+    {{- include "gpustream.texts" . | trim | nindent 4 }}
+  {{- end }}
+{{- end }}
+
 {{- /* In: [the name of a value, its labels]. Out: nothing. It fails if one of them is a label by which things are found. */ -}}
 {{- define "gpustream.site-labels" -}}
 {{- range $name, $_ := index . 1 }}
