@@ -1049,6 +1049,12 @@ def test_the_notes_name_the_nodes_and_the_kafka_that_the_pods_have(values: str, 
     assert said in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize(("values", "said"), [("", True), (",attribution.enabled=false", False)])
+def test_the_notes_miss_no_sink_where_only_producers_run(values: str, said: bool) -> None:
+    ran = helm("install", "gpustream", CHART, "--dry-run=client", "--set", f"remoteWrite.enabled=false{values}")
+    assert ("nothing brings the metrics" in ran.stdout) == said, ran.stderr
+
+
 @pytest.mark.parametrize(("value", "folder"), [("dashboards", "grafana"), ("prometheusRule", "prometheus")])
 def test_a_copy_of_the_chart_without_the_files_of_its_links_says_so(tmp_path: Path, value: str, folder: str) -> None:
     """Flux takes no links of a Git repository, and Git on Windows may not."""
