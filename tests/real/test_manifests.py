@@ -280,15 +280,28 @@ def test_a_file_of_ones_own_is_mounted_where_its_option_looks_for_it(overlay: Re
     assert f"GPUSTREAM_RELABEL={mount['mountPath']}/rules.yaml" in example["configMapGenerator"][1]["literals"]
 
 
-def test_what_the_readme_says_of_replicas_and_argo_cd_changes_these_objects_alone(overlay: Render) -> None:
+def test_what_the_readme_says_of_replicas_argo_cd_and_flux_changes_these_objects_alone(overlay: Render) -> None:
     base = {"resources": ["../k8s/base"], "namespace": "gpustream"}
-    (replicas,), (hook,) = examples("replicas:\n"), examples("argocd.argoproj.io")
-    changed = overlay(base | replicas | hook)
-    differing = [now for now, before in zip(changed, overlay(base), strict=True) if now != before]
-    assert sorted(manifest["kind"] for manifest in differing) == ["Job", "StatefulSet"]
-    (job,) = [manifest for manifest in differing if manifest["kind"] == "Job"]
-    assert "ttlSecondsAfterFinished" not in job["spec"]
-    assert "argocd.argoproj.io/hook" in job["metadata"]["annotations"]
+    (replicas,), (hook,), (forced,) = map(examples, ("replicas:\n", "argocd.argoproj.io", "kustomize.toolkit"))
+    for patched in (hook, forced):
+        changed = overlay(base | replicas | patched)
+        unlike = [now for now, before in zip(changed, overlay(base), strict=True) if now != before]
+        assert sorted(manifest["kind"] for manifest in unlike) == ["Job", "StatefulSet"]
+        (job,) = [manifest for manifest in unlike if manifest["kind"] == "Job"]
+        assert "ttlSecondsAfterFinished" not in job["spec"]
+        assert (
+            job["metadata"]["annotations"].items() <= yaml.safe_load(patched["patches"][0]["patch"])[1]["value"].items()
+        )
+
+
+def test_with_the_readmes_patches_every_pod_has_the_pull_secret_and_the_kubelets_folder_is_another(
+    overlay: Render,
+) -> None:
+    (patched,) = examples("imagePullSecrets")
+    pods = [pod["spec"] for pod in templates(overlay(with_components("usage", "page") | patched))]
+    assert [pod["imagePullSecrets"] for pod in pods] == [[{"name": "registry"}]] * 9
+    folders = {volume["hostPath"]["path"] for pod in pods for volume in pod["volumes"] if "hostPath" in volume}
+    assert folders == {f"/var/lib/k0s/kubelet/{name}" for name in ("pod-resources", "pods-api")}
 
 
 def test_with_kafka_security_every_pod_of_ours_sees_the_secret_and_every_option_that_names_its_files(
