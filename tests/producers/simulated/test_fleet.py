@@ -46,7 +46,8 @@ def relative(tick: Tick, start_ms: int) -> tuple[Any, ...]:
 def _since(reading: NodeReading, start_ms: int) -> NodeReading:
     """A reading with the times of its events counted from the start."""
     return reading._replace(
-        devices=[{**device, "events": _events_since_start(device, start_ms)} for device in reading.devices]
+        devices=[{**device, "events": _events_since_start(device, start_ms)} for device in reading.devices],
+        at_events={at_ms - start_ms: containers for at_ms, containers in reading.at_events.items()},
     )
 
 
