@@ -17,7 +17,7 @@ import msgspec
 from delivery import replays
 from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice
-from topics.attributed import Parts, by_pod
+from topics.attributed import Parts, by_pod, team_of
 from topics.idleness import IDLE_BELOW, Activity, activity_of, activity_of_parts, beside_parts, is_idle, work_of
 from topics.samples import Process, silent_after_ms, silent_after_s
 
@@ -360,7 +360,7 @@ class Fleet:
                 first = containers[0]
                 parts = next((container.parts for container in containers if container.parts is not None), Parts())
                 workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
-                team = first.labels.get(self._team_label, first.namespace_labels.get(self._team_label, ""))
+                team = team_of(first.labels, first.namespace_labels, self._team_label) or ""
                 holders.append(Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts)))
             uids, processes = [pod.pod_uid for pod in pods], device.processes
         else:

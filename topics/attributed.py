@@ -1,6 +1,6 @@
 """gpu.attributed: the sample, with who held each device at that time and the workload that owns it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -131,6 +131,11 @@ class OwnedPodRef(PodRef, Protocol):
 
 H = TypeVar("H", bound=PodRef)
 OwnedH = TypeVar("OwnedH", bound=OwnedPodRef)
+
+
+def team_of(labels: Mapping[str, str], namespace_labels: Mapping[str, str], name: str) -> str | None:
+    """The team of a pod, by the label of that name: the pod's own, else its namespace's."""
+    return labels.get(name, namespace_labels.get(name))
 
 
 def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:

@@ -19,7 +19,7 @@ import msgspec
 from delivery import replays
 from delivery.replays import LastTick, Verdict
 from topics.alerts import Alert
-from topics.attributed import AttributedDevice, AttributedSample, by_pod
+from topics.attributed import AttributedDevice, AttributedSample, by_pod, team_of
 from topics.idleness import activity_of_parts, device_activity
 from topics.samples import silent_after_ms, silent_after_s
 from topics.times import epoch_ms
@@ -271,7 +271,7 @@ class Fleet:
         for part in parts:
             all_holders += part.holders
         for pod, (holder, *_) in by_pod(all_holders).items() if all_holders else ():
-            team = holder.labels.get(self.team_label, holder.namespace_labels.get(self.team_label, ""))
+            team = team_of(holder.labels, holder.namespace_labels, self.team_label) or ""
             workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
             holders.append(ShownHolder(pod.namespace, pod.pod, workload, team))
         return tuple(holders)

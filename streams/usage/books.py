@@ -11,7 +11,7 @@ import msgspec
 
 from streams.usage.measure import Split
 from streams.usage.tick import JSON_NULL, kept
-from topics.attributed import Workload
+from topics.attributed import Workload, team_of
 from topics.topic import decoder, lenient
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
@@ -216,7 +216,7 @@ def records_of(
             pod_uid=account.pod_uid,
             container=account.container,
             workload=workload_of(account.workload),
-            team=labels.get(policy.team_label, namespace_labels.get(policy.team_label)),
+            team=team_of(labels, namespace_labels, policy.team_label),
             labels=labels,
             node_labels=labels_of(books.node_labels) or {},
             model=books.meters[account.gpu_uuid].model,

@@ -21,7 +21,7 @@ from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
-from topics.attributed import JOB, Holder
+from topics.attributed import JOB, Holder, team_of
 from topics.mig import model_slices, profile_slices
 from topics.times import moment, rfc3339, time_of
 
@@ -199,7 +199,7 @@ def _subject_labels(finding: Finding, team_label: str) -> Pairs:
     yield "k8s_job_name", pod.job
     yield "k8s_statefulset_name", pod.statefulset
     yield "k8s_deployment_name", pod.deployment
-    yield "team", pod.labels.get(team_label, pod.namespace_labels.get(team_label))
+    yield "team", team_of(pod.labels, pod.namespace_labels, team_label)
     for name in finding.rule.copy_labels:
         safe = _NOT_IN_A_NAME.sub("_", name)
         yield f"k8s_pod_label_{safe}", pod.labels.get(name)
