@@ -127,13 +127,7 @@ async def listening(
     accepting: list[asyncio.Future[None]] = []
     try:
         try:
-            if (bind := bound_host(host)) == "::":  # asyncio would take IPv6 only
-                listeners = [socket.create_server((bind, port), family=socket.AF_INET6, dualstack_ipv6=True)]
-                listeners[0].setblocking(False)
-            else:
-                bound = await asyncio.get_running_loop().create_server(server, bind, port, start_serving=False)
-                listeners = [listener.dup() for listener in bound.sockets]
-                bound.close()
+            listeners = await _bound_sockets(server, host, port)
             for listener in listeners:
                 listener.listen()
         except OSError as error:
@@ -151,6 +145,18 @@ async def listening(
             listener.close()
         closing()
         await runner.cleanup()
+
+
+async def _bound_sockets(server: web.Server, host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of a host, for both families if it is all addresses. Raises OSError."""
+    if (bind := bound_host(host)) == "::":  # asyncio would take IPv6 only
+        listener = socket.create_server((bind, port), family=socket.AF_INET6, dualstack_ipv6=True)
+        listener.setblocking(False)
+        return [listener]
+    bound = await asyncio.get_running_loop().create_server(server, bind, port, start_serving=False)
+    listeners = [listener.dup() for listener in bound.sockets]
+    bound.close()
+    return listeners
 
 
 async def _accept(
