@@ -196,7 +196,7 @@ _ZSTD_LEVEL = 1
 _BATCHES.zstd_encode = partial(zstd_encode, level=_ZSTD_LEVEL)
 
 
-class _TooLarge(Exception):
+class _BatchTooLarge(Exception):
     """A batch does not fit into the room for what is unpacked."""
 
 
@@ -205,7 +205,7 @@ _room_lock = threading.Lock()
 
 
 def _bounded(unpack_into: Callable[[Any, Any], int]) -> Callable[[Any], bytes]:
-    """A decode function of aiokafka that raises :class:`_TooLarge`. ``unpack_into`` is cramjam's."""
+    """A decode function of aiokafka that raises :class:`_BatchTooLarge`. ``unpack_into`` is cramjam's."""
 
     def decode(payload: Any) -> bytes:
         with _room_lock:
@@ -213,7 +213,7 @@ def _bounded(unpack_into: Callable[[Any, Any], int]) -> Callable[[Any], bytes]:
                 return _room[: unpack_into(payload, _room)]
             except cramjam.DecompressionError as error:
                 if "whole buffer" in str(error):
-                    raise _TooLarge from None
+                    raise _BatchTooLarge from None
                 raise
 
     return decode
@@ -271,7 +271,7 @@ def _unpack_bounded_records(partition: Any) -> Iterator[Any]:
     while True:
         try:
             yield from _unpack_records(partition)
-        except _TooLarge:
+        except _BatchTooLarge:
             batch, tp = partition._records.batch, partition._tp  # noqa: SLF001 - likewise
             last = batch.next_offset - 1
             text = f"offsets {batch.base_offset} to {last}: more than {MAX_UNPACKED_BYTES} bytes when they are unpacked"

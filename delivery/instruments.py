@@ -19,10 +19,12 @@ class Instrument(NamedTuple):
 def named(rows: Iterable[Instrument], *names: str) -> tuple[Instrument, ...]:
     """The rows that components have in common, under the full names that they have in one of them: in the rows' order,
     and each ends with its row's own name. They stand whole in the source, where whoever sees one can find it."""
+    instruments = []
     for row, name in zip(rows, names, strict=True):
         if not name.endswith(f"_{row.name}"):
             raise ValueError(f"{name} stands where the name of {row.name} belongs")
-    return tuple(row._replace(name=name) for row, name in zip(rows, names, strict=True))
+        instruments.append(row._replace(name=name))
+    return tuple(instruments)
 
 
 class Instruments:

@@ -312,11 +312,11 @@ class ConnectionSettings:
 
     def errors(self) -> list[str]:
         """Every error in the values, one sentence for people each; empty if there is none."""
-        errors = []
         try:
             connection, _ = self._connection()  # it is too early to log anything
         except CredentialsError as error:
             return [str(error)]
+        errors = []
         if not connection.servers:
             errors.append("--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them")
         tls_options = {"--kafka-ca": self.kafka_ca, "--kafka-cert": self.kafka_cert, "--kafka-key": self.kafka_key}

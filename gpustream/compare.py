@@ -43,7 +43,7 @@ class PrometheusError(Exception):
     """Prometheus could not be queried; the message says why."""
 
 
-class _Row(msgspec.Struct):
+class _VectorElement(msgspec.Struct):
     """A series in an answer, with one sample or those of a range. A native histogram has neither."""
 
     metric: dict[str, str]
@@ -56,7 +56,7 @@ class _Row(msgspec.Struct):
 
 
 class _Data(msgspec.Struct):
-    result: list[_Row]
+    result: list[_VectorElement]
 
 
 class _Response(msgspec.Struct):

@@ -53,6 +53,8 @@ class KeptState(Generic[S]):
         self.writing = False
         if order >= self.order or state is None:
             self.latest, self.order = state, order
-        if offset is None or offset >= self._last_offset:
-            self._last_offset = self._last_offset if offset is None else offset
-            self.stale = order < self.order <= self.own_order()  # a later one was read meanwhile
+        if offset is not None and offset < self._last_offset:
+            return
+        if offset is not None:
+            self._last_offset = offset
+        self.stale = order < self.order <= self.own_order()  # a later one was read meanwhile
