@@ -153,11 +153,12 @@ def discard(index: dict[K, dict[Any, Any]], key: K, member: object) -> None:
 
 
 class Pods:
-    """The GPU pods by uid, indexed by node and by owner."""
+    """The GPU pods by uid, indexed by node, by namespace and by owner."""
 
     def __init__(self) -> None:
         self._pods: dict[str, KnownPod] = {}
         self._by_node: dict[str, dict[str, None]] = {}
+        self._by_namespace: dict[str, dict[str, None]] = {}
         self._by_owner: dict[PodOwner, dict[str, None]] = {}
         self._expiry_queue: list[tuple[int, str]] = []
         self._expires_ms: dict[str, int] = {}
@@ -180,7 +181,7 @@ class Pods:
         return [self._pods[uid] for uid in self._by_node.get(node, ())]
 
     def in_namespace(self, namespace: str) -> list[KnownPod]:
-        return [pod for pod in self._pods.values() if pod.namespace == namespace]
+        return [self._pods[uid] for uid in self._by_namespace.get(namespace, ())]
 
     def of_owner(self, owner: PodOwner) -> list[KnownPod]:
         return [self._pods[pod] for pod in self._by_owner.get(owner, ())]
@@ -201,6 +202,7 @@ class Pods:
         self._forget(before)
         self._pods[pod.uid] = pod
         self._by_node.setdefault(pod.node, {})[pod.uid] = None
+        self._by_namespace.setdefault(pod.namespace, {})[pod.uid] = None
         if (owner := pod.followed_owner) is not None:
             self._by_owner.setdefault(owner, {})[pod.uid] = None
         return (Change(before, pod),)
@@ -227,5 +229,6 @@ class Pods:
             return
         del self._pods[pod.uid]
         discard(self._by_node, pod.node, pod.uid)
+        discard(self._by_namespace, pod.namespace, pod.uid)
         if (owner := pod.followed_owner) is not None:
             discard(self._by_owner, owner, pod.uid)

@@ -185,9 +185,11 @@ class Store:
             self._mark_changed(pod.node for pod in self.pods.in_namespace(name))
 
     def remove_namespace(self, name: str) -> None:
-        """Mark a namespace as deleted; it is forgotten with its last pod."""
-        self._deleted_namespaces[name] = None
-        self._forget_namespaces()
+        """Forget a namespace: at once if it has no pod, else with its last one."""
+        if self.pods.in_namespace(name):
+            self._deleted_namespaces[name] = None
+        else:
+            self.namespaces.pop(name, None)
 
     def put_slice(self, resource_slice: objects.ResourceSlice) -> None:
         if self._selection.has_driver(resource_slice.spec.driver):
@@ -232,9 +234,6 @@ class Store:
         ]:
             del self._removed_nodes_ms[node]
             self._changed_nodes.pop(node, None)
-        self._forget_namespaces()
-
-    def _forget_namespaces(self) -> None:
         for name in [name for name in self._deleted_namespaces if not self.pods.in_namespace(name)]:
             del self._deleted_namespaces[name]
             self.namespaces.pop(name, None)

@@ -21,7 +21,7 @@ from producers.cluster.store import Store, fit
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent
-from tests.growth import kept
+from tests.growth import kept, steps
 from tests.producers.cluster.kubernetes_objects import (
     START,
     START_MS,
@@ -170,6 +170,33 @@ def test_a_namespace_keeps_its_labels_until_its_last_pod_has_left() -> None:
 
     cluster.expire(NOW_MS + KEPT_MS)
     assert len(cluster.namespaces) == 0
+
+
+def test_deleted_namespaces_take_no_more_time_if_other_namespaces_have_more_pods() -> None:
+    taken = []
+    for others in (10, 200):
+        cluster = state("n1")
+        for number in range(others):
+            cluster.put_pod(pod(f"other-{number}"), NOW_MS)
+        for number in range(10):
+            cluster.put_pod(pod(f"short-{number}", namespace=f"ci-{number}"), NOW_MS)
+            cluster.remove_pod(f"uid-short-{number}", NOW_MS)
+            cluster.remove_namespace(f"ci-{number}")
+        taken.append(steps(lambda: cluster.expire(NOW_MS + 1000)))  # noqa: B023 - called here
+    assert taken[0] == taken[1]
+
+
+def test_nothing_is_kept_of_namespaces_that_are_gone() -> None:
+    cluster, sizes = state("n1"), list[int]()
+    for number in range(60):
+        now_ms = NOW_MS + number * KEPT_MS // 10
+        cluster.put_namespace(f"ci-{number}", {"team": "a"})
+        cluster.put_pod(pod("short", f"uid-{number}", namespace=f"ci-{number}"), now_ms)
+        cluster.remove_pod(f"uid-{number}", now_ms)
+        cluster.remove_namespace(f"ci-{number}")
+        cluster.expire(now_ms)
+        sizes.append(kept(cluster))
+    assert max(sizes[20:]) <= max(sizes[:20])
 
 
 def test_node_labels_are_those_of_the_allow_list() -> None:
