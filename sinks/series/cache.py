@@ -165,3 +165,5 @@ class Cache:
             present = set(self.keys)
             self.devices = {key: device for key, device in self.devices.items() if key in present}
             self.extras = {key: extra for key, extra in self.extras.items() if key in present}
+            listed = {labelled.held.device.uuid for labelled in self.labelled}
+            self.last_xids = {uuid: code for uuid, code in self.last_xids.items() if uuid in listed}

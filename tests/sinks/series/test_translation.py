@@ -366,3 +366,13 @@ def test_little_is_kept_of_pods_that_are_gone() -> None:
         translator.translate(tick(seq), cache)
         sizes.append(kept(cache))
     assert max(sizes) < 2 * sizes[0]
+
+
+def test_nothing_is_kept_of_the_errors_of_mig_devices_that_are_gone() -> None:
+    translator, cache, sizes = Translator([PROFILES["dcgm"]]), Cache(), list[int]()
+    for seq in range(1, 101):
+        uuid = f"MIG-{seq}"
+        device = {"uuid": uuid, "mig": {**MIG, "uuid": uuid}, "xids": {"31": 1}, "metrics": {"power_watts": 1}}
+        translator.translate(sample(seq, device), cache)
+        sizes.append(kept(cache.last_xids))
+    assert max(sizes[50:]) <= max(sizes[:50])
