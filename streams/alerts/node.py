@@ -80,6 +80,11 @@ class Node(KeptState[NodeAlerts | None]):
     def own_order(self) -> Order:
         return () if self.current is None else order(self.current)
 
+    def has_left(self) -> bool:
+        """Whether the node was removed, and only has alerts that are resolved and not deleted yet."""
+        state = self.current
+        return state is not None and machine.is_retired(state) and not state.holdings and bool(state.resolved)
+
     # -- reading
 
     def judge(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, *, has_gap: bool) -> Outcome:
@@ -175,6 +180,7 @@ class PartitionNodes(PartitionState):
         self.active: dict[bytes, Node] = {}
         self.groups: dict[bytes, KeptState[AlertGroup]] = {}
         self._removed_ms: dict[bytes, int] = {}
+        self._judged_minute = -1
 
     def set_active(self, node: Node, *, active: bool) -> None:
         """Make a node the last of the active ones, or not active."""
@@ -234,11 +240,17 @@ class PartitionNodes(PartitionState):
         """Judge whether the nodes that are not active are silent or have left. Returns the nodes judged.
 
         They are judged as of the time up to which the partition was read to its end: what came later may have ticks.
+        A node that has left is judged once a minute: for a week nothing is due but to delete its alerts in the end.
         """
+        is_new_minute = now_ms // 60_000 != self._judged_minute
+        self._judged_minute = now_ms // 60_000
         silent_nodes = [
             node
             for key, node in self.nodes.items()
-            if key not in self.active and node.settled() and self.caught_up.lasted_s(node.read_s) >= node.quiet_s()
+            if key not in self.active
+            and (is_new_minute or not node.has_left())
+            and node.settled()
+            and self.caught_up.lasted_s(node.read_s) >= node.quiet_s()
         ]
         for node in silent_nodes:
             if node.current is not None:

@@ -8,11 +8,12 @@ import pytest
 
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
+from streams.alerts import machine
 from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.node import NO_SAMPLES_S, PartitionNodes
-from streams.alerts.reports import DELETE_MS
+from streams.alerts.reports import DELETE_MS, Step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from streams.stage import ATTRIBUTED
@@ -1055,3 +1056,25 @@ def test_that_a_node_was_removed_is_forgotten_after_a_day() -> None:
         partition.note_removal(b"c/node-%d" % hour, b'{"removed": true}', START_MS + hour * 3_600_000)
         sizes.append(kept(partition))
     assert max(sizes[48:]) <= max(sizes[:48])
+
+
+async def test_a_node_that_has_left_is_judged_once_a_minute_until_its_alerts_are_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged, step_without_tick = list[str](), machine.step_without_tick
+
+    def counted(state: NodeAlerts, *rules: Rules, **times: int | None) -> Step:
+        judged.append(state.node)
+        return step_without_tick(state, *rules, **times)  # type: ignore[arg-type]
+
+    worker = await having_read(range(700), HOT)
+    await worker.wait(1000)
+    worker.clocks.started_ms += FORGET_MS
+    await worker.wait(60)
+    assert len(worker.stage._partitions[0].nodes) == 1
+    monkeypatch.setattr(machine, "step_without_tick", counted)
+    await worker.wait(600)
+    assert 10 <= len(judged) <= 11
+    worker.clocks.started_ms += DELETE_MS
+    await worker.wait(60)
+    assert len(worker.stage._partitions[0].nodes) == 0
