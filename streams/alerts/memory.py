@@ -30,6 +30,7 @@ WINDOW_MS = 60_000
 BUCKET_MS = 5_000
 YOUNG_MS = 10_000  # a condition that is pending for less is not saved yet; rising counters are saved at this interval
 YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are saved at this interval
+MOST_REMOVED = 2048  # removed devices whose errors are remembered: the producer itself counts those of half as many
 XID = "xid/"  # the prefix of the names of XID counters; the code follows
 
 COUNTERS = (
@@ -87,8 +88,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of a node, by the devices' UUIDs. ``run_id`` is 0 before the first tick. ``removed_counts`` are those
-    of the devices that were removed in this run: one that is made again has the same UUID, and its producer goes on
-    counting."""
+    of the last devices that were removed in this run: one that is made again has the same UUID, and its producer goes
+    on counting."""
 
     run_id: int = 0
     devices: dict[str, DeviceMemory] = {}
@@ -166,7 +167,8 @@ def _removed_counts(memory: Memory, devices: dict[str, DeviceMemory], run_id: in
     if devices is memory.devices:
         return memory.removed_counts
     counts = {uuid: device.counts for uuid, device in memory.devices.items() if device.counts}
-    return {uuid: count for uuid, count in (memory.removed_counts | counts).items() if uuid not in devices}
+    removed = {uuid: count for uuid, count in (memory.removed_counts | counts).items() if uuid not in devices}
+    return dict(list(removed.items())[-MOST_REMOVED:])
 
 
 def _update_device(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.conditions.evaluate import evaluate
-from streams.alerts.memory import Memory, remember
+from streams.alerts.memory import MOST_REMOVED, Memory, remember
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, device, gpu, holder, mig, tick
 from topics.attributed import AttributedEvent
@@ -135,3 +135,9 @@ def test_no_finding_is_reported_twice_in_a_tick(story: list[tuple[list[Device], 
         ids = [(f.rule.name, f.device, f.pod_uid, f.key) for f in findings]
         if len(set(uuids)) == len(uuids):
             assert len(set(ids)) == len(ids)
+
+
+def test_the_errors_of_only_so_many_mig_devices_that_are_gone_are_remembered() -> None:
+    memory = memory_after(*(tick(i, device(0), mig(i, xids={"31": 1})) for i in range(MOST_REMOVED + 100)))
+    assert len(memory.removed_counts) == MOST_REMOVED
+    assert f"MIG-{MOST_REMOVED + 98}" in memory.removed_counts
