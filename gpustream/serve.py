@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import FrameType
 from typing import Protocol, runtime_checkable
@@ -129,7 +128,12 @@ def run(
     gc.set_threshold(_GC_AFTER, 50, 100)
     gc.freeze()
 
-    async def guarded() -> int:
+    code = FAILED
+    closing = threading.Timer(_CANCEL_S, lambda: _flush_and_exit(code, exit_process))
+    closing.daemon = True
+
+    async def guarded() -> None:
+        nonlocal code
         stop = asyncio.Event()
         with stop_on_signals(stop, deadline):
             try:
@@ -141,24 +145,22 @@ def run(
                 task.cancel()
             if tasks and (await asyncio.wait(tasks, timeout=_CANCEL_S))[1]:  # the loop would wait for them for ever
                 _flush_and_exit(code, exit_process)
-            return code
+        deadline.cancel()
+        closing.start()  # the loop and the interpreter would wait for ever for threads, as for one that looks up a name
 
     try:
         if light:
-            code = asyncio.run(guarded())
+            asyncio.run(guarded())
         else:
             import uvloop
 
-            code = uvloop.run(guarded())
+            uvloop.run(guarded())
+        for thread in set(threading.enumerate()) - threads:
+            if not thread.daemon:
+                thread.join()
     finally:
         deadline.cancel()
-    # the interpreter would wait for these threads for ever
-    started_threads = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
-    end = time.monotonic() + _CANCEL_S
-    for thread in started_threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    if any(thread.is_alive() for thread in started_threads):
-        _flush_and_exit(code, exit_process)
+        closing.cancel()
     return code
 
 

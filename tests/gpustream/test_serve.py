@@ -90,9 +90,17 @@ def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
     assert (process.returncode, out) == (3, "the end\n")
 
 
+THREADS = [
+    "threading.Thread(target=time.sleep, args=(3600,)).start()",
+    "asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600)",
+]
+"""One of a component's own, and one of the loop, as it has for the lookup of a name."""
+
+
 @pytest.mark.slow
-def test_a_thread_that_will_not_end_does_not_keep_the_process() -> None:
-    process = _process("threading.Thread(target=time.sleep, args=(3600,)).start(); return 3", within=3600)
+@pytest.mark.parametrize("start", THREADS)
+def test_a_thread_that_will_not_end_does_not_keep_the_process(start: str) -> None:
+    process = _process(f"{start}; return 3", within=3600)
     process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 3
