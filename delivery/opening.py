@@ -13,6 +13,7 @@ process, aiokafka's one function that opens a connection, and gives it the curre
 
 import asyncio
 import logging
+import socket
 import ssl
 import time
 from typing import Any
@@ -28,6 +29,7 @@ from delivery.values import Address
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # between attempts to connect to a broker with a trouble
 _REMEMBERED_S = 20.0  # a trouble is reported for so long after the last attempt to connect
+_LOOKUP_S = 6.0  # the second name server is asked after 5 s
 _PLACEHOLDER_CONTEXT = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A client must be made with a context. This one trusts nobody, and is replaced before it is used."""
 
@@ -137,7 +139,7 @@ async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
         secrets = connection.secrets()
         options |= {"ssl_context": secrets.tls}
         options |= {"sasl_plain_username": secrets.username, "sasl_plain_password": secrets.password}
-        conn = await create_conn(host, port, **options)
+        conn = await _connect(host, port, **options)
     except (KafkaError, OSError, TimeoutError, CredentialsError, ValueError, KeyError, AssertionError) as error:
         advertised = None if str(Address(host, port)) in connection.servers.split(",") else host
         reason = kafka_errors.of_connecting(
@@ -156,6 +158,18 @@ async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
         raise ClientClosed
     login.opened = [*(other for other in login.opened if other.connected()), conn]
     return conn
+
+
+async def _connect(host: str, port: int, **options: Any) -> AIOKafkaConnection:
+    """aiokafka's ``create_conn``. A timeout says what it waited for: a name server, or the broker."""
+    try:
+        return await create_conn(host, port, **options)
+    except TimeoutError as error:
+        lookup = asyncio.ensure_future(asyncio.get_running_loop().getaddrinfo(host, port))
+        lookup.add_done_callback(lambda done: done.cancelled() or done.exception())  # or its error is logged
+        if not (await asyncio.wait([lookup], timeout=_LOOKUP_S))[0]:
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers") from error
+        raise TimeoutError(f"no answer from {Address(host, port)}") from error
 
 
 async def _send_first_request(conn: AIOKafkaConnection, connection: Connection, broker: _Broker) -> None:

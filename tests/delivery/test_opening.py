@@ -20,10 +20,12 @@ class Broker:
     def __init__(self, password: str = SECRET) -> None:
         self.password = password
         self.connect_calls: list[dict[str, Any]] = []
-        self.away = False
+        self.away = self.silent = False
 
     async def connect(self, host: str, port: int, **options: Any) -> object:
         self.connect_calls.append(options)
+        if self.silent:
+            raise TimeoutError
         if self.away:
             raise ConnectionRefusedError(111, "Connect call failed")
         if options["sasl_plain_password"] != self.password:
@@ -115,6 +117,26 @@ async def test_an_unreachable_broker_is_no_error_and_causes_no_pause(
             await open_it(connection)
     assert opening.trouble(connection) is None
     assert pauses == []
+
+
+async def test_a_name_server_that_does_not_answer_is_reported(
+    broker: Broker, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_answer(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", no_answer)
+    monkeypatch.setattr(opening, "_LOOKUP_S", 0.01)
+    broker.silent = True
+    with pytest.raises(opening.Unusable, match=r"k:1: its name is not resolved \(no name server answers\): look at"):
+        await open_it(connection)
+
+
+async def test_a_broker_that_does_not_answer_is_named(broker: Broker, connection: Connection) -> None:
+    broker.silent = True
+    with pytest.raises(TimeoutError, match=r"^no answer from 192\.0\.2\.1:1$"):
+        await open_it(connection, "192.0.2.1")
+    assert opening.trouble(connection) is None
 
 
 async def test_a_missing_password_file_is_an_error_that_can_pass(broker: Broker, connection: Connection) -> None:
