@@ -157,6 +157,8 @@ def reaching(timeout_message: str = "no answer in time") -> Iterator[None]:
     """Raise every connection error of the block as :class:`Unreachable`, a timeout with ``timeout_message``."""
     try:
         yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise Unreachable("timeout", f"no connection in time ({describe(error)})") from error
     except TimeoutError as error:
         raise Unreachable("timeout", f"{timeout_message} ({describe(error)})") from error
     except (aiohttp.ClientSSLError, ssl.SSLError) as error:

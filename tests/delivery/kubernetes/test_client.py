@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -153,6 +154,24 @@ async def test_an_unreachable_server_is_distinguished_from_a_silent_one(server: 
     with pytest.raises(Unreachable, match=str(server.port)) as unreachable:
         await api.request("GET", "/things")
     assert unreachable.value.reason == "connection"
+
+
+async def test_a_server_that_takes_no_connection_is_not_said_to_have_been_silent_for_as_long_as_a_stream_may(
+    connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_WITHIN_S", 0.2)
+    path = tmp_path / "full"
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(2):  # the queue is full, and the kernel drops what comes
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        path.write_text(kubeconfig(f"http://127.0.0.1:{full.getsockname()[1]}", {}))
+        api = await connect(path)
+        with pytest.raises(Unreachable, match=r"^no connection in time") as error:
+            async with api.stream("/things", {}):
+                pass
+    assert error.value.reason == "timeout"
 
 
 async def test_a_request_whose_connections_are_replaced_meanwhile_is_unreachable(connect: Open) -> None:
