@@ -13,6 +13,7 @@ process, aiokafka's one function that opens a connection, and gives it the curre
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 import time
@@ -29,6 +30,7 @@ from delivery.values import Address
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # between attempts to connect to a broker with a trouble
 _REMEMBERED_S = 20.0  # a trouble is reported for so long after the last attempt to connect
+_SILENCE_S = 15
 _LOOKUP_S = 6.0  # the second name server is asked after 5 s
 _PLACEHOLDER_CONTEXT = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A client must be made with a context. This one trusts nobody, and is replaced before it is used."""
@@ -150,6 +152,7 @@ async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
             raise
         tokens.forget(connection)
         raise Unusable(trouble(connection)) from None
+    _limit_silence(conn)
     if not (connection.has_login or broker.answered):
         await _send_first_request(conn, connection, broker)
     broker.opened()
@@ -170,6 +173,21 @@ async def _connect(host: str, port: int, **options: Any) -> AIOKafkaConnection:
         if not (await asyncio.wait([lookup], timeout=_LOOKUP_S))[0]:
             raise socket.gaierror(socket.EAI_AGAIN, "no name server answers") from error
         raise TimeoutError(f"no answer from {Address(host, port)}") from error
+
+
+def _limit_silence(conn: AIOKafkaConnection) -> None:
+    """Let the kernel break the connection if it gets no acknowledgement for some seconds, used or not.
+
+    A firewall or a NAT that has forgotten a connection drops what comes on it. The kernel would go on for a quarter of
+    an hour, and aiokafka, which keeps a connection whose request for metadata had no answer, would ask there again.
+    """
+    if conn._writer is None or not hasattr(socket, "TCP_USER_TIMEOUT"):  # noqa: SLF001 - there is no option
+        return  # it was closed meanwhile, or this is not Linux
+    with socket.socket(fileno=os.dup(conn._writer.get_extra_info("socket").fileno())) as sock:  # noqa: SLF001
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
 
 
 async def _send_first_request(conn: AIOKafkaConnection, connection: Connection, broker: _Broker) -> None:

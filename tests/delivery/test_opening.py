@@ -1,6 +1,7 @@
 """A connection is opened with the current contents of the files, and is not retried in a loop if it can't succeed."""
 
 import asyncio
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ SECRET = "Tr0ub4dor&3"  # noqa: S105
 
 
 class Broker:
-    """Accepts one password, and remembers the options of each connect."""
+    """Accepts one password, and remembers the options of each connect. ``_writer``: as a connection has it."""
+
+    _writer: asyncio.StreamWriter | None = None
 
     def __init__(self, password: str = SECRET) -> None:
         self.password = password
@@ -139,6 +142,21 @@ async def test_a_broker_that_does_not_answer_is_named(broker: Broker, connection
     assert opening.trouble(connection) is None
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
+async def test_a_connection_that_a_firewall_has_forgotten_is_broken_after_15_s(
+    broker: Broker, connection: Connection
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, broker._writer = await asyncio.open_connection(*server.getsockname())
+        await open_it(connection)
+        sock = broker._writer.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 15_000, "if it is used"
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1, "if it is not used"
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        broker._writer.close()
+        await broker._writer.wait_closed()
+
+
 async def test_a_missing_password_file_is_an_error_that_can_pass(broker: Broker, connection: Connection) -> None:
     assert connection.password_file is not None
     connection.password_file.unlink()
@@ -152,6 +170,8 @@ async def test_a_missing_password_file_is_an_error_that_can_pass(broker: Broker,
 
 class Greeted:
     """A connection whose first request is never answered."""
+
+    _writer = None
 
     def __init__(self) -> None:
         self.connecting, self.closed = asyncio.Event(), False
