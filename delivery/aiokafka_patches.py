@@ -84,6 +84,7 @@ _CHANGED: tuple[tuple[Any, str, str], ...] = (
 
 _SET = (
     (MessageAccumulator, "_batch_ttl"),
+    (aiokafka.AIOKafkaProducer, "_request_timeout_ms"),
     (Fetcher, "_fetch_min_bytes"),
     (GroupCoordinator, "_group_instance_id"),
     (PartitionRecords, "_records"),

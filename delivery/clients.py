@@ -52,11 +52,13 @@ def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
     """A producer that is not started yet. It never gives up a batch, however long its partition has no leader.
 
     aiokafka would give up after ``request_timeout_ms``, even a batch that was stored and whose answer was lost. Only
-    this producer can send such a batch again without a duplicate, by its sequence number.
+    this producer can send such a batch again without a duplicate, by its sequence number. For room for another record
+    of that partition it would wait as long, and then raise an error, for which all its partitions would have to wait.
     """
     compression = None if connection.compression == "none" else connection.compression
     client = AIOKafkaProducer(compression_type=compression, **_options(connection, options))
     client._message_accumulator._batch_ttl = math.inf  # noqa: SLF001 - there is no option
+    client._request_timeout_ms = math.inf  # noqa: SLF001 - likewise; its other parts have their own
     return client
 
 

@@ -66,6 +66,18 @@ async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pyt
     await producer.stop()
 
 
+async def test_a_producer_waits_for_room_in_a_partition_for_as_long_as_it_takes() -> None:
+    producer = delivery.clients.producer(Connection("127.0.0.1:1"), request_timeout_ms=10, max_batch_size=1000)
+    producer.client._wait_on_metadata, producer._partition = AsyncMock(), lambda *_: 0
+    await producer.send("t", b"a" * 900)
+    full = asyncio.create_task(producer.send("t", b"b" * 900))
+    ended, _ = await asyncio.wait([full], timeout=0.1)
+    assert not ended, full.exception()
+    full.cancel()
+    await asyncio.wait([full])
+    await delivery.clients.close(producer)
+
+
 class HalfABroker:
     """Accepts connections and reports its API versions, but never answers for metadata."""
 
