@@ -96,6 +96,13 @@ def broker(situation: Situation) -> CheckResult:
             [Finding(f"Kafka at {kafka.servers} can't be asked", kafka.error, "it was asked", next_step)],
         )
     findings = Findings()
+    if situation.silent:
+        findings.add(
+            f"Kafka at {kafka.servers} answers only some requests, so not all was looked at",
+            situation.silent,
+            "it was asked",
+            "look at the network to each broker, and run this again, or with a shorter --since",
+        )
     for disk in kafka.disks:
         if disk.error:
             cause, shown_by = "the broker can't use it: the disk is full or broken", disk.error

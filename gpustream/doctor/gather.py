@@ -99,7 +99,8 @@ async def _read(connection: Connection, situation: Situation) -> Situation:
             situation = situation._replace(open_transactions=await _open_transactions(reader))
             evidence = None if unread else await _collect_evidence(reader, spans, situation, groups or ())
             groups_with_lags = None if groups is None else await _with_lags(reader, groups)
-            situation = situation._replace(evidence=evidence, unread=unread, groups=groups_with_lags)
+            silent = "" if groups is not None else "no broker answers for the groups"
+            situation = situation._replace(evidence=evidence, unread=unread, silent=silent, groups=groups_with_lags)
             behind = [
                 lag
                 for group in situation.groups or ()
@@ -108,7 +109,7 @@ async def _read(connection: Connection, situation: Situation) -> Situation:
             ]
             return await _with_progress(reader, situation) if behind else situation
     except BrokerError as error:
-        return situation._replace(unread=str(error), groups=situation.groups or None)
+        return situation._replace(unread=str(error), silent=str(error), groups=situation.groups or None)
 
 
 async def _groups(connection: Connection) -> list[GroupDescription] | None:

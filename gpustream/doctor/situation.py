@@ -185,6 +185,7 @@ class Cluster(NamedTuple):
 class Situation(NamedTuple):
     """Everything that the checks look at. ``evidence`` is None if the records could not be read; ``unread`` is why.
 
+    ``silent`` is why Kafka, which had answered, did not answer any more; empty if it did.
     ``groups`` is None if no broker answers for them. ``open_transactions`` has the first one of each partition.
     """
 
@@ -193,6 +194,7 @@ class Situation(NamedTuple):
     kafka: Kafka = Kafka("", "nobody")
     evidence: Evidence | None = None
     unread: str = ""
+    silent: str = ""
     groups: Sequence[Group] | None = ()
     components: Sequence[OwnMetrics] = ()
     prometheus: Prometheus | None = None

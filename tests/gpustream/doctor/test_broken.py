@@ -244,6 +244,10 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: Situation(0, 1, KAFKA._replace(error="no Kafka broker answers at k:9092"), unread="-", groups=None),
         "Kafka at k:9092 | no Kafka broker answers | is a broker up there",
     ),
+    "Kafka stops answering": (
+        lambda: Situation(0, 1, KAFKA, unread="no record for 30 s", silent="no record for 30 s", groups=None),
+        "Kafka at k:9092 answers only some requests | no record for 30 s | look at the network",
+    ),
     "the password is wrong": (
         lambda: Situation(0, 1, KAFKA._replace(error="the broker refuses the password"), unread="-", groups=None),
         "Kafka | refuses the password | as User:doctor",

@@ -8,7 +8,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from delivery.connection import Connection
-from gpustream.doctor import brokers
+from delivery.kafka_admin import BrokerError
+from gpustream import history
+from gpustream.doctor import brokers, checks
 from gpustream.doctor.evidence import NodeName
 from gpustream.doctor.gather import Scope, gather, query_components, query_prometheus
 from gpustream.doctor.situation import Kafka
@@ -139,3 +141,17 @@ async def test_a_component_that_hangs_does_not_make_this_machines_clock_look_beh
 
     monkeypatch.setattr(brokers, "inspect", inspect)
     assert (await gather(Connection("k:9092"), Scope(60.0))).now_ms >= answered_ms > 0
+
+
+async def test_a_kafka_that_stops_answering_while_it_is_read_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def inspect(_: Connection) -> Kafka:
+        return Kafka("k:9092", "User:x")
+
+    def opened(*_: object, **__: object) -> None:
+        raise BrokerError("no record for 30 s")
+
+    monkeypatch.setattr(brokers, "inspect", inspect)
+    monkeypatch.setattr(history, "opened", opened)
+    found = checks.run(await gather(Connection("k:9092"), Scope(60.0)))
+
+    assert [finding.cause for finding in found["broker"].findings] == ["no record for 30 s"]
