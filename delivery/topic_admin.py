@@ -64,7 +64,7 @@ class ContractMismatch(BrokerError):
     """Topics are missing or not as they must be; one line for each. A process that this ends logs ``advice``."""
 
     def __init__(self, mismatches: Iterable[Mismatch], command: str = COMMAND) -> None:
-        self.mismatches = tuple(mismatches)
+        self.mismatches, self.command = tuple(mismatches), command
         self.advice = f"`{command}` makes what is missing, mends settings, and says how to mend the rest"
         super().__init__("\n".join(map(str, self.mismatches)))
 
@@ -100,9 +100,16 @@ def contract(connection: Connection, names: Iterable[str] | None = None) -> dict
     return {name: msgspec.structs.replace(topic, name=name) for name, topic in by_kafka_name.items()}
 
 
-def command(connection: Connection) -> str:
-    """The command to run if topics are missing or not as they must be."""
-    return f"{COMMAND} --topic-prefix {connection.topic_prefix}" if connection.topic_prefix else COMMAND
+def command(connection: Connection, by_node: Iterable[TopicDescription] = ()) -> str:
+    """The command to run if topics are missing or not as they must be.
+
+    ``by_node``: the topics keyed by node that are there. If all have another number of partitions than the default,
+    the command must say it, or it changes nothing.
+    """
+    prefix = f" --topic-prefix {connection.topic_prefix}" if connection.topic_prefix else ""
+    counts = {topic.partitions for topic in by_node} - {0}
+    partitions = f" --partitions {min(counts)}" if len(counts) == 1 and counts != {PARTITIONS} else ""
+    return f"{COMMAND}{prefix}{partitions}"
 
 
 async def inspect(
@@ -138,7 +145,8 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     descriptions = {name: description for name, description in descriptions.items() if description.partitions}
     differences = mismatches(topics.values(), descriptions, optional.values())
     if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
-        raise ContractMismatch(breaking, command(connection))
+        by_node = [descriptions[name] for name in descriptions if (topics | optional)[name].by_node]
+        raise ContractMismatch(breaking, command(connection, by_node))
     partitions = {connection.unprefixed(name): descriptions[name].partitions for name in topics}
     return Checked(partitions, tuple(differences))
 
@@ -294,7 +302,7 @@ class TopicCheck:
             try:
                 checked = await check(self._connection, self._uses)
             except ContractMismatch as error:
-                reasons = [f"{mismatch}: run `{command(self._connection)}`" for mismatch in error.mismatches]
+                reasons = [f"{mismatch}: run `{error.command}`" for mismatch in error.mismatches]
             except BrokerError as error:
                 reasons = str(error).splitlines()
             else:

@@ -54,8 +54,10 @@ async def inspect(connection: Connection) -> Kafka:
             prefixes = {name.removesuffix(samples.TOPIC.name) for name in same_named}
             checkable = [topic for name, topic in contract.items() if name in existing or name not in layouts]
             mismatches = topic_admin.mismatches(checkable, existing_layouts)
+            by_node = [layout for name, layout in existing_layouts.items() if contract[name].by_node]
             return kafka._replace(
                 brokers=brokers,
+                create_command=topic_admin.command(connection, by_node),
                 disks=await admin.disks(brokers),
                 topics={connection.unprefixed(name): layout for name, layout in layouts.items()},
                 settings_error=settings_error,

@@ -214,3 +214,14 @@ def test_a_missing_topic_and_the_command_to_run_have_kafkas_name_of_it() -> None
 
     assert str(missing) == "team-a.gpu.samples: the topic is missing, must be there"
     assert command(connection) == "gpustream topics create --topic-prefix team-a."
+
+
+@pytest.mark.parametrize(
+    ("counts", "partitions"), [([4, 4, 0], " --partitions 4"), ([32, 32], ""), ([4, 5], ""), ([], "")]
+)
+def test_the_command_to_run_says_how_many_partitions_the_topics_have_if_that_is_not_the_default(
+    counts: list[int], partitions: str
+) -> None:
+    by_node = [TopicDescription(count) for count in counts]
+
+    assert command(Connection("kafka:9092"), by_node) == f"gpustream topics create{partitions}"
