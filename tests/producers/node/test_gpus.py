@@ -305,6 +305,21 @@ async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_cos
     assert "and is left out until it is quick again" in bench.gpus.not_ready()[0]
 
 
+async def test_of_a_gpu_of_which_many_calls_are_slow_a_few_are_named_and_the_others_counted(bench: Bench) -> None:
+    await bench.open()
+    calls = [call for uuid, call in bench.nvml.call_counts if uuid == "GPU-1"]
+    bench.nvml.delays_s |= {("GPU-1", call): 0.25 for call in calls}
+
+    async def are_many_slow() -> bool:
+        await bench.read(0.3)
+        return len(bench.gpus.not_ready()) > 3
+
+    await eventually(are_many_slow)
+    *named, others = bench.gpus.not_ready()
+    assert len(named) == 3
+    assert others == "GPU 1 (GPU-1): 1 more calls are slow and left out"
+
+
 async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_was_read(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
