@@ -83,7 +83,7 @@ class PartitionWatch:
         """What has lasted too long, each with the ``name`` of its partition."""
         hanging = [
             f"{name(tp)}: a transaction is open since offset {offset}, for {now_s - since_s:.0f} s now, and nothing"
-            " after it can be read: see `kafka-transactions.sh find-hanging`"
+            " after it can be read: `gpustream doctor` says how to end it"
             for tp, (offset, since_s) in sorted(self._open.items())
             if now_s - since_s >= _HANGING_TRANSACTION_S
         ]

@@ -440,7 +440,7 @@ async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_movi
     group.check_topics(now_s - 1)
     assert group.not_ready() == [
         "ticks partition 0: a transaction is open since offset 12, for 61 s now, and nothing after it can be read:"
-        " see `kafka-transactions.sh find-hanging`"
+        " `gpustream doctor` says how to end it"
     ]
     client.stable = 20
     group.check_topics(now_s)
