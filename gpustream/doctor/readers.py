@@ -7,6 +7,7 @@ Out:      findings.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from delivery.ledger import Partition
 from delivery.values import counted, duration_words
 from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Group, Lag, OwnMetrics, Prometheus, Situation
@@ -54,7 +55,11 @@ def groups(situation: Situation) -> CheckResult:
         oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
         summaries.append(f"{group.name} " + ("at the end" if oldest is None else f"at {situation.ago(oldest)}"))
         if group.name != ATTRIBUTION:  # the check of attribution reports its lag
-            late = [lag for lag in group.lags if is_behind(situation, group, lag.oldest_ms)]
+            late = [
+                lag
+                for lag in group.lags
+                if is_behind(situation, group, lag.oldest_ms) and not _waits_at_transaction(situation, group, lag)
+            ]
             findings += [behind(situation, group, lag) for lag in late]
     findings += _expired_findings(situation.groups)
     stream_groups = [f"gpustream-{name}" for name in STREAMS]
@@ -118,6 +123,17 @@ def is_behind(situation: Situation, group: Group, oldest_ms: int | None) -> bool
     return oldest_ms is not None and situation.now_ms - oldest_ms > on_its_way_ms
 
 
+def _keeps_last_ticks(group: Group, lag: Lag) -> bool:
+    """Whether the group does nothing because no tick comes: the alert stream finishes one with the next of its node."""
+    return group.name == "gpustream-alerts" and lag.finished == lag.grew == 0
+
+
+def _waits_at_transaction(situation: Situation, group: Group, lag: Lag) -> bool:
+    """Whether no tick comes because a transaction is open, which the check of the topics reports."""
+    hidden = all(Partition(lag.topic, number) in situation.open_transactions for number in lag.partitions)
+    return hidden and _keeps_last_ticks(group, lag)
+
+
 def silent_consumer(situation: Situation) -> tuple[Group, OwnMetrics] | None:
     """The group that is stuck and the component that does not answer, if there is one of each: they belong together."""
     stuck = [
@@ -161,7 +177,7 @@ def behind(situation: Situation, group: Group, lag: Lag) -> Finding:
     elif lag.finished:
         cause = "it is slower than what comes"
         next_step = "more members share the partitions; its loop_late_seconds and request_seconds say how busy it is"
-    elif group.name == "gpustream-alerts" and lag.finished == lag.grew == 0:
+    elif _keeps_last_ticks(group, lag):
         cause = "no tick comes, and until one does it keeps the last ones of each node: or it hangs"
         next_step = "see first why no tick comes: is attribution well? Then /readyz of its members"
     else:
@@ -274,6 +290,15 @@ _STATUS_NEXT = {
 }
 """What to do about a receiver's HTTP status, by its first digits."""
 
+_NOT_READY_NEXT = {
+    "does not accept": "docs/runbooks/GpustreamReceiverFailing.md: is the receiver up, and its address right?",
+    "a transaction is open": "the check of the topics, above, says how to end it",
+    "kubelet": "docs/runbooks/GpustreamKubeletSilent.md",
+    "lease ": "docs/runbooks/GpustreamNoLeader.md",
+    "GPU ": "docs/runbooks/GPUNotAnswering.md; `gpustream devices` on the node asks each GPU",
+}
+"""What to do about a component that is not ready, by words of its reasons."""
+
 _KUBELET_SILENT_S = 60.0
 
 
@@ -288,18 +313,13 @@ def components(situation: Situation) -> CheckResult:
                 findings.add(f"{url}: no metrics", component.error, "it was asked", "is it up, and is it --listen?")
             continue
         if component.not_ready:
-            next_step = "its log says more"
-            if status := re.search(r"\bHTTP ([45]\d\d)\b", component.not_ready):
-                next_steps = (step for digits, step in _STATUS_NEXT.items() if status[1].startswith(digits))
-                next_step = next(next_steps, "see the receiver's log")
-            elif "does not accept" in component.not_ready:
-                next_step = "docs/runbooks/GpustreamReceiverFailing.md: is the receiver up, and its address right?"
+            next_step = _next_of_not_ready(component.not_ready)
             findings.add(f"{url}: not ready", component.not_ready, "/readyz says so", next_step)
         silent_s = max(
             (series.value for series in component.series if series.name == "gpustream_node_kubelet_age_seconds"),
             default=0,
         )
-        if silent_s > _KUBELET_SILENT_S:
+        if silent_s > _KUBELET_SILENT_S and "kubelet" not in component.not_ready:
             findings.add(
                 f"{url}: its kubelet has been silent for {duration_words(silent_s * 1000)}",
                 "the kubelet is down or its socket is another one: new pods are missing",
@@ -312,6 +332,15 @@ def components(situation: Situation) -> CheckResult:
         f"{counted(len(situation.components), 'component')} asked" if situation.components else "not asked (--metrics)"
     )
     return CheckResult(summary, findings, looked=bool(situation.components))
+
+
+def _next_of_not_ready(reasons: str) -> str:
+    """What to do about a component that is not ready for these reasons."""
+    if status := re.search(r"\bHTTP ([45]\d\d)\b", reasons):
+        return next(
+            (step for digits, step in _STATUS_NEXT.items() if status[1].startswith(digits)), "see the receiver's log"
+        )
+    return next((step for words, step in _NOT_READY_NEXT.items() if words in reasons), "its log says more")
 
 
 def _loss_findings(situation: Situation, component: OwnMetrics) -> list[Finding]:

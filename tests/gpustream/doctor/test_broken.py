@@ -36,10 +36,17 @@ def without_kubelet(node: str) -> list[Record]:
     return [attributed(seq, "none", node=node) for seq in seqs] + [sample(seq, node=node, named=None) for seq in seqs]
 
 
-def lagging(finished: int, grew: int, members: int = 1, name: str = "gpustream-sink-remote-write") -> Situation:
+def silent_kubelet(not_ready: str = "") -> OwnMetrics:
+    """A node producer whose kubelet has not answered for long."""
+    return OwnMetrics("http://n", [Sample("gpustream_node_kubelet_age_seconds", {}, 400.0)], not_ready)
+
+
+def lagging(
+    finished: int, grew: int, members: int = 1, name: str = "gpustream-sink-remote-write", *, partition: int = 3
+) -> Situation:
     """A group that is behind, and what it did while it was watched."""
     situation = see(healthy())
-    lag = Lag("gpu.attributed", 500, (3,), situation.now_ms - 120_000, finished, grew, 3.0)
+    lag = Lag("gpu.attributed", 500, (partition,), situation.now_ms - 120_000, finished, grew, 3.0)
     return situation._replace(groups=[READING, Group(name, "Stable", members, (lag,))])
 
 
@@ -436,10 +443,24 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: remote_write_says("server-error: HTTP 500: oops"),
         "not ready | HTTP 500 | its own log",
     ),
+    "a kubelet has been silent, and the producer says so": (
+        lambda: see(healthy(), components=[silent_kubelet("node: no connection to the kubelet's socket")]),
+        "http://n: not ready | no connection to the kubelet's socket | GpustreamKubeletSilent",
+    ),
+    "many calls to a GPU are slow": (
+        lambda: see(healthy(), components=[OwnMetrics("http://n", not_ready="node: GPU 0 (GPU-1) took 0.7 s")]),
+        "http://n: not ready | GPU 0 (GPU-1) | GPUNotAnswering | `gpustream devices`",
+    ),
+    "a cluster producer may not write its Lease": (
+        lambda: see(healthy(), components=[OwnMetrics("http://c", not_ready="cluster: lease a/b: not allowed (403)")]),
+        "http://c: not ready | lease a/b: not allowed | GpustreamNoLeader",
+    ),
+    "a transaction hangs, and the alert stream keeps the last ticks": (
+        lambda: hidden("gpu.attributed", lagging(finished=0, grew=0, name="gpustream-alerts", partition=0)),
+        "gpu.attributed: 1 partition can't be read to the end: a transaction is open | its producer hangs",
+    ),
     "a kubelet has been silent": (
-        lambda: see(
-            healthy(), components=[OwnMetrics("http://n", [Sample("gpustream_node_kubelet_age_seconds", {}, 400.0)])]
-        ),
+        lambda: see(healthy(), components=[silent_kubelet()]),
         "http://n: its kubelet has been silent for 6m 40s | new pods are missing | GpustreamKubeletSilent",
     ),
     "Prometheus takes no remote write": (
