@@ -217,7 +217,8 @@ GPU_ALERTS = (
           ) unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}})
           """, "critical",
           "{{ $labels.k8s_node_name }} sends nothing",
-          "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down.", "2m"),
+          "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down. If all nodes"
+          " of a cluster are silent, attribution or the sink may be behind or down: see its alerts first.", "2m"),
 )  # fmt: skip
 
 
