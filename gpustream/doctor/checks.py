@@ -63,7 +63,7 @@ def sent(situation: Situation, evidence: Evidence) -> CheckResult:
             missing += sum(last - first + 1 for first, last in gaps)
             if gaps:
                 findings.append(_gap_finding(situation, name, run_id, run, gaps))
-        if node.interleavings > 1:
+        if node.has_two_producers:
             findings.add(
                 f"{name}: two producers send under this name",
                 f"its runs took turns {node.interleavings} times, and a producer that ended does not go on",
@@ -238,7 +238,8 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
         hidden_snapshots = situation.hides(allocations.TOPIC, node.partition)
         for run_id, run in node.runs.items():
             totals.update(run.fates)
-            findings += _run_findings(name, run_id, run, hidden_snapshots=hidden_snapshots)
+            inexact_reported = (hidden_snapshots and run.without_snapshot == run.inexact) or node.has_two_producers
+            findings += _run_findings(name, run_id, run, inexact_reported=inexact_reported)
     group = next((group for group in situation.groups or () if group.name == ATTRIBUTION), None)
     if (
         group is None
@@ -293,9 +294,9 @@ def _deleted_finding(evidence: Evidence, ticks: int) -> Finding:
     )
 
 
-def _run_findings(name: NodeName, run_id: int, run: SampledRun, *, hidden_snapshots: bool) -> Iterator[Finding]:
-    """Findings for the ticks of a run that were lost, and for those not attributed by the snapshot that they name,
-    unless a transaction hides the snapshots: that is a finding already."""
+def _run_findings(name: NodeName, run_id: int, run: SampledRun, *, inexact_reported: bool) -> Iterator[Finding]:
+    """Findings for the ticks of a run that were lost, and for those not attributed by the snapshot that they name.
+    ``inexact_reported``: a transaction hides the snapshots, or two producers send, which is a finding already."""
     if run.fates["lost"]:
         yield Finding(
             f"{name}: {counted(run.fates['lost'], 'tick')} lost between {samples.TOPIC.name} and"
@@ -306,10 +307,9 @@ def _run_findings(name: NodeName, run_id: int, run: SampledRun, *, hidden_snapsh
             f"was {attributed.TOPIC.name} created again, or were the group's offsets set by hand? Setting"
             " them back to before these records attributes them",
         )
-    inexact = run.fates["late"] + run.fates["none"]
-    if not inexact or (hidden_snapshots and run.without_snapshot == inexact):
+    if not run.inexact or inexact_reported:
         return
-    if run.without_snapshot == inexact:
+    if run.without_snapshot == run.inexact:
         cause = "the snapshots that they name are not in gpu.allocations"
         next_step = "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it could not send"
     else:
@@ -319,7 +319,7 @@ def _run_findings(name: NodeName, run_id: int, run: SampledRun, *, hidden_snapsh
         )
     shown_by = f"{run.fates['late']} with the last snapshot known, {run.fates['none']} with none"
     yield Finding(
-        f"{name}: {counted(inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown_by}", next_step
+        f"{name}: {counted(run.inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown_by}", next_step
     )
 
 
@@ -360,7 +360,8 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
         name, node = next(iter(outdated.items()))
         findings.add(
             f"{name.cluster}: two cluster producers write at a time",
-            "they have different Leases or none (--lease off), or one was cut off from the API server",
+            "two clusters have this --cluster, or replicas have different Leases or none (--lease off), or one was cut"
+            " off from the API server",
             f"{name}: {counted(node.outdated_epochs, 'record')} of an older epoch came after epoch {node.epoch};"
             " readers drop them",
             "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",

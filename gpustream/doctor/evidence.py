@@ -131,6 +131,11 @@ class SampledRun:
     last_snapshot_seq: int | None = None
     delays_after_gaps: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def inexact(self) -> int:
+        """How many ticks were not attributed by the snapshot that they name."""
+        return self.fates["late"] + self.fates["none"]
+
 
 @dataclass(slots=True)
 class NodeEvidence:
@@ -157,6 +162,11 @@ class NodeEvidence:
     epoch: int | None = None
     outdated_epochs: int = 0
     removed: bool = False
+
+    @property
+    def has_two_producers(self) -> bool:
+        """Whether its runs took turns: a producer that ended does not go on."""
+        return self.interleavings > 1
 
     @property
     def last_logged_ms(self) -> int:

@@ -360,7 +360,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "two lead": (
         lambda: see([_of_epoch(2), _of_epoch(1), *healthy()[1:]]),
-        "c: two cluster producers write at a time | --lease | epoch 2",
+        "c: two cluster producers write at a time | two clusters have this --cluster | --lease | epoch 2",
     ),
     "the cluster has another name": (
         lambda: see([workloads("other"), *healthy()[1:]]),

@@ -208,6 +208,10 @@ def test_two_producers_of_one_name_are_found() -> None:
 
     assert only_finding(see([*listed, *outputs, *of_two_runs])).finding == "c/n: two producers send under this name"
 
+    late = [attributed(seq, "late", run_id=RUN + 7) for seq in range(1, 6)]  # each run's snapshot hides the other's
+    also_late = see([*listed, *outputs[::2], *late, *of_two_runs])
+    assert only_finding(also_late).finding == "c/n: two producers send under this name"
+
 
 def test_a_tick_that_attribution_has_passed_without_a_record_is_lost() -> None:
     records = [record for record in healthy() if record != attributed(7)]
