@@ -267,6 +267,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             end, stable = self._consumer.highwater(self._to_kafka(tp)), self.end(tp)
             answered = self._is_fresh(tp)
             self._partition_watch.note(tp, now_s, answered=answered, fetched=fetched, stable=stable, end=end)
+        problems = self._partition_watch.problems(self.kafka_name, now_s)
+        if problems and self._health.throttle.is_due("partitions"):
+            log.warning("group %s: %s", self.name, "; ".join(problems))
 
     async def read_new_logs(self) -> None:
         """Read a topic that was deleted and created again from its beginning.

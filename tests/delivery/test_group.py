@@ -427,7 +427,7 @@ async def test_no_first_commit_is_made_for_a_group_that_has_members() -> None:
 
 
 async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_moving_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = Client(TICKS_0)
     group, _ = group_of(client)
@@ -437,7 +437,12 @@ async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_movi
     group.check_topics(now_s - 200)
     client.stable = 12
     group.check_topics(now_s - 61)
+    group.check_topics(now_s - 2)
+    assert caplog.messages == []
     group.check_topics(now_s - 1)
+    group.check_topics(now_s)
+    (logged,) = caplog.messages
+    assert logged.startswith(f"group {group.name}: ticks partition 0: a transaction is open since offset 12, for 60 s")
     assert group.not_ready() == [
         "ticks partition 0: a transaction is open since offset 12, for 61 s now, and nothing after it can be read:"
         " `gpustream doctor` says how to end it"
