@@ -16,6 +16,9 @@ from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situ
 from topics import allocations, attributed, samples, workloads
 from topics.samples import silent_after_ms
 
+REMOVED_MS = 120_000
+"""A node that was removed from its cluster may send for so long: its pods are ended a little later."""
+
 SILENT_MS = 30_000
 """A node is silent if it has sent no tick for so long, and for three of its intervals."""
 
@@ -366,9 +369,23 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
             " readers drop them",
             "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
         )
+    findings += _removed_findings(situation, nodes)
     for name, node in nodes.items():
         findings += _unknown_to_its_leader(name, node, is_led=name.cluster in evidence.listed_ms.keys() - late.keys())
     return CheckResult(f"{counted(len(evidence.listed_ms), 'cluster')} known", findings)
+
+
+def _removed_findings(situation: Situation, nodes: Mapping[NodeName, NodeEvidence]) -> Iterator[Finding]:
+    """Findings for nodes that go on sending long after their cluster producer, the only one, said they were removed."""
+    disputed = {name.cluster for name, node in nodes.items() if node.outdated_epochs}
+    for name, node in nodes.items():
+        if node.removed and node.last_logged_ms - node.removed_ms > REMOVED_MS and name.cluster not in disputed:
+            yield Finding(
+                f"{name}: it sends, and {workloads.TOPIC.name} says that it was removed: its pods count as ended",
+                "another cluster has this --cluster, or the Node was deleted while its producer runs",
+                f"the removal was logged {situation.ago(node.removed_ms)}",
+                "give each cluster a --cluster of its own; `kubectl get node` says whether the Node is there",
+            )
 
 
 def _unknown_to_its_leader(name: NodeName, node: NodeEvidence, *, is_led: bool) -> Iterator[Finding]:

@@ -146,7 +146,8 @@ class NodeEvidence:
     ``attributed`` those of its attributed ticks by run and by kind of attribution. ``replayed`` counts ticks that were
     attributed again. ``containers`` are those of its newest snapshot. ``epoch`` is the highest of its records in
     gpu.workloads, None if there are none. ``outdated_epochs`` counts the records that came after one of a higher epoch.
-    ``dra_drivers`` are those of which its newest record there has a device.
+    ``removed_ms`` is when it was first said to be ``removed``. ``dra_drivers`` are those of which its newest record
+    there has a device.
     """
 
     runs: dict[int, SampledRun] = field(default_factory=dict)
@@ -162,6 +163,7 @@ class NodeEvidence:
     epoch: int | None = None
     outdated_epochs: int = 0
     removed: bool = False
+    removed_ms: int = 0
 
     @property
     def has_two_producers(self) -> bool:
@@ -277,6 +279,7 @@ class Evidence:
                 if listed.epoch < (node.epoch or 0):
                     node.outdated_epochs += 1
                 else:
+                    node.removed_ms = node.removed_ms if node.removed else record.timestamp
                     node.removed, node.epoch = listed.removed, listed.epoch
                     node.dra_drivers = frozenset(device.driver for device in listed.dra_devices)
 

@@ -362,6 +362,10 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: see([_of_epoch(2), _of_epoch(1), *healthy()[1:]]),
         "c: two cluster producers write at a time | two clusters have this --cluster | --lease | epoch 2",
     ),
+    "another cluster has removed the nodes": (
+        lambda: see([_removed(), *healthy()[1:]]),
+        "c/n: it sends, and gpu.workloads says that it was removed | another cluster has this --cluster | kubectl get",
+    ),
     "the cluster has another name": (
         lambda: see([workloads("other"), *healthy()[1:]]),
         "c: nothing is in gpu.workloads of this cluster | another --cluster | other is there",
@@ -494,6 +498,11 @@ def _rules(**fields: Any) -> Situation:
 def _of_epoch(epoch: int) -> Record:
     value = msgspec.json.decode(workloads().value or b"") | {"epoch": epoch}
     return workloads()._replace(value=msgspec.json.encode(value), timestamp=SINCE_MS)
+
+
+def _removed() -> Record:
+    value = msgspec.json.decode(workloads().value or b"") | {"removed": True}
+    return workloads()._replace(value=msgspec.json.encode(value), timestamp=SINCE_MS - 2 * MINUTE_MS)
 
 
 def _holding(record: Record) -> Record:
