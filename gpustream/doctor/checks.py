@@ -19,6 +19,9 @@ from topics.samples import silent_after_ms
 REMOVED_MS = 120_000
 """A node that was removed from its cluster may send for so long: its pods are ended a little later."""
 
+TAKEOVER_MS = 60_000
+"""So long after a new leader has begun no record of the one before it comes any more."""
+
 SILENT_MS = 30_000
 """A node is silent if it has sent no tick for so long, and for three of its intervals."""
 
@@ -359,20 +362,35 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
             f"its last record was logged {situation.ago(listed_ms)}, and a leader sends each node every 5 minutes",
             "docs/runbooks/GpustreamNoLeader.md; /readyz of `gpustream produce cluster` says who leads",
         )
-    if outdated := {name: node for name, node in evidence.nodes.items() if node.outdated_epochs}:
-        name, node = next(iter(outdated.items()))
-        findings.add(
-            f"{name.cluster}: two cluster producers write at a time",
-            "two clusters have this --cluster, or replicas have different Leases or none (--lease off), or one was cut"
-            " off from the API server",
-            f"{name}: {counted(node.outdated_epochs, 'record')} of an older epoch came after epoch {node.epoch};"
-            " readers drop them",
-            "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
-        )
+    findings += _two_leaders_findings(evidence)
     findings += _removed_findings(situation, nodes)
     for name, node in nodes.items():
         findings += _unknown_to_its_leader(name, node, is_led=name.cluster in evidence.listed_ms.keys() - late.keys())
     return CheckResult(f"{counted(len(evidence.listed_ms), 'cluster')} known", findings)
+
+
+def _two_leaders_findings(evidence: Evidence) -> Iterator[Finding]:
+    """Findings for clusters in which records of an older epoch come after those of a newer one."""
+    shown_by = {
+        name.cluster: f"{name}: {counted(node.outdated_epochs, 'record')} of an older epoch came after epoch"
+        f" {node.epoch}; readers drop them"
+        for name, node in reversed(evidence.nodes.items())
+        if node.outdated_epochs
+    }
+    for cluster, epochs_ms in evidence.epochs_ms.items():
+        newest, (began_ms, _) = max(epochs_ms.items())
+        older = [epoch for epoch, (_, last_ms) in epochs_ms.items() if last_ms - began_ms > TAKEOVER_MS]
+        if others := [epoch for epoch in older if epoch != newest]:
+            text = f"epoch {max(others)} is written a minute after epoch {newest} began, of other nodes"
+            shown_by.setdefault(cluster, text)
+    for cluster, text in shown_by.items():
+        yield Finding(
+            f"{cluster}: two cluster producers write at a time",
+            "two clusters have this --cluster, or replicas have different Leases or none (--lease off), or one was cut"
+            " off from the API server",
+            text,
+            "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
+        )
 
 
 def _removed_findings(situation: Situation, nodes: Mapping[NodeName, NodeEvidence]) -> Iterator[Finding]:

@@ -226,7 +226,8 @@ class Evidence:
 
     ``log_starts`` has the log start offset of each partition that is read from there. ``unprefixed`` gives the
     contract's name of a topic. ``hiding`` are the partitions with an open transaction. ``listed_ms`` is,
-    by cluster, when a record of gpu.workloads was logged last.
+    by cluster, when a record of gpu.workloads was logged last, and ``epochs_ms`` when the first and the last of each
+    epoch were.
     """
 
     def __init__(
@@ -240,6 +241,7 @@ class Evidence:
         self.dead_letters: dict[LetterKind, DeadLetters] = {}
         self.resubmitted: dict[int, Ranges] = defaultdict(Ranges)
         self.listed_ms: dict[str, int] = {}
+        self.epochs_ms: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.unreadable: Counter[Fate] = Counter()
         self.oldest_waiting_ms: int | None = None
         self.log_starts, self._oldest_ms = log_starts, dict.fromkeys(log_starts, math.inf)
@@ -275,6 +277,9 @@ class Evidence:
             elif topic == workloads.TOPIC.name:
                 listed = self._workloads(record.value or b"")
                 self.listed_ms[listed.cluster] = max(self.listed_ms.get(listed.cluster, 0), record.timestamp)
+                epochs_ms, at_ms = self.epochs_ms[listed.cluster], record.timestamp
+                first_ms, last_ms = epochs_ms.get(listed.epoch, (at_ms, at_ms))
+                epochs_ms[listed.epoch] = min(first_ms, at_ms), max(last_ms, at_ms)
                 node = self.nodes[NodeName(listed.cluster, listed.node)]
                 if listed.epoch < (node.epoch or 0):
                     node.outdated_epochs += 1

@@ -362,6 +362,10 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: see([_of_epoch(2), _of_epoch(1), *healthy()[1:]]),
         "c: two cluster producers write at a time | two clusters have this --cluster | --lease | epoch 2",
     ),
+    "two lead, each with nodes of its own": (
+        lambda: see([_of_epoch(1), _of_epoch(2, node="m", at_ms=SINCE_MS - 2 * MINUTE_MS), *healthy()[1:]]),
+        "c: two cluster producers write at a time | two clusters have this --cluster | epoch 1 is written",
+    ),
     "another cluster has removed the nodes": (
         lambda: see([_removed(), *healthy()[1:]]),
         "c/n: it sends, and gpu.workloads says that it was removed | another cluster has this --cluster | kubectl get",
@@ -495,9 +499,9 @@ def _rules(**fields: Any) -> Situation:
     return situation._replace(prometheus=Prometheus("http://p", {NodeName("c", "n"): situation.now_ms}, **fields))
 
 
-def _of_epoch(epoch: int) -> Record:
-    value = msgspec.json.decode(workloads().value or b"") | {"epoch": epoch}
-    return workloads()._replace(value=msgspec.json.encode(value), timestamp=SINCE_MS)
+def _of_epoch(epoch: int, *, node: str = "n", at_ms: int = SINCE_MS) -> Record:
+    value = msgspec.json.decode(workloads().value or b"") | {"epoch": epoch, "node": node}
+    return workloads()._replace(value=msgspec.json.encode(value), timestamp=at_ms)
 
 
 def _removed() -> Record:
