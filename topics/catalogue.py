@@ -169,7 +169,7 @@ USAGE = {
         "How long a pod held the device within an hour: one sample at the end of the hour, once it is final. "
         "sum_over_time adds hours up; several pods share a device's time. From remote write only.",
         "seconds",
-        labels=("k8s_pod_uid", "k8s_workload_kind", "k8s_workload_name", "team"),
+        labels=("k8s_pod_uid", "k8s_workload_kind", "k8s_workload_name", "job_partition", "team"),
     ),
     "used": Info("gpu_usage_used_seconds", "For how long of that the device computed for it.", "seconds"),
     "idle": Info("gpu_usage_idle_seconds", "For how long of that the pod did nothing with it.", "seconds"),

@@ -91,6 +91,7 @@ def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) 
         "gpu_mig_uuid": usage.uuid if is_mig else None,
         "k8s_node_name": usage.node,
         "k8s_pod_uid": None if job else usage.pod_uid,
+        "job_partition": job.partition if job else None,
         "k8s_workload_kind": workload.kind if workload else None,
         "k8s_workload_name": workload.name if workload else None,
         "team": usage.team,

@@ -206,6 +206,15 @@ def test_no_two_keys_are_one_series(records: list[Usage], label_set: LabelSet) -
 
 
 @pytest.mark.parametrize("label_set", LABELS)
+def test_a_batch_job_before_and_after_its_partition_is_known_is_two_series_of_an_hour(label_set: LabelSet) -> None:
+    job = {"workload": {"kind": "SlurmJob", "name": "42"}, "pod": "42", "pod_uid": "42", "container": None}
+    unknown = usage(**job, namespace="slurm", team=None, labels={})
+    known = usage(**job, namespace="gpu", team=None, labels={"partition": "gpu"})
+    groups = [group_of(record, LABELS[label_set]) for record in (unknown, known)]
+    assert len({group.series.labels for group in groups if group is not None}) == 2
+
+
+@pytest.mark.parametrize("label_set", LABELS)
 def test_an_hour_of_a_batch_job_is_named_by_the_job_and_by_no_pod(label_set: LabelSet) -> None:
     identity = {"workload": {"kind": "SlurmJob", "name": "42"}, "pod": "42", "pod_uid": "42", "namespace": "gpu"}
     tenant_labels = {"team": "ml", "user": "ada", "partition": "gpu"}
@@ -218,7 +227,6 @@ def test_an_hour_of_a_batch_job_is_named_by_the_job_and_by_no_pod(label_set: Lab
         "ada",  # of a stream with --team-label user
     )
     assert not {name for name in group_labels if "pod" in name or "namespace" in name or "container" in name}
-    if label_set == "otel":
-        assert {name: value for name, value in group_labels.items() if name.startswith("job_")} == {
-            "job_id": "42", "job_user": "ada", "job_partition": "gpu", "job_account": "ml",
-        }  # fmt: skip
+    otel_only = {"job_id": "42", "job_user": "ada", "job_account": "ml"} if label_set == "otel" else {}
+    job_labels = {name: value for name, value in group_labels.items() if name.startswith("job_")}
+    assert job_labels == otel_only | {"job_partition": "gpu"}
