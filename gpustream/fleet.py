@@ -18,7 +18,16 @@ from delivery import replays
 from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice
 from topics.attributed import Parts, by_pod, team_of
-from topics.idleness import IDLE_BELOW, Activity, activity_of, activity_of_parts, beside_parts, is_idle, work_of
+from topics.idleness import (
+    IDLE_BELOW,
+    Activity,
+    activity_of,
+    activity_of_parts,
+    beside_parts,
+    is_idle,
+    most_work_of,
+    work_of,
+)
 from topics.samples import Process, silent_after_ms, silent_after_s
 
 SILENT_S = 15.0
@@ -202,10 +211,9 @@ class Device:
         if device.mig is not None:
             self.gpu, self.mig = device.mig.parent_uuid, device.mig.profile or "MIG"
         self.holders, self.processes = holders, device.processes or ()
-        utilizations = [holder.used_ratio or 0.0 for holder in holders] + [
-            process.sm_utilization_ratio or 0.0 for process in self.processes
-        ]
-        self._activity = activity_of(device.state, work_of(metrics), max(utilizations, default=0.0), held=bool(holders))
+        utilizations = [holder.used_ratio or 0.0 for holder in holders]
+        holder_work = max([most_work_of(device.holders, self.processes), *utilizations])
+        self._activity = activity_of(device.state, work_of(metrics), holder_work, held=bool(holders))
         self.used_ratio, self.memory_used_bytes = metrics.used_ratio, metrics.memory_used_bytes
         self.memory_total_bytes, self.power_limit_watts = metrics.memory_total_bytes, metrics.power_limit_watts
         self.power_watts, self.temperature_celsius = metrics.power_watts, metrics.temperature_celsius

@@ -48,8 +48,10 @@ def work_of(ratios: Ratios) -> Work:
 
 
 class PartHolder(Protocol):
-    """The field of a holder that is needed here."""
+    """The fields of a holder that are needed here."""
 
+    @property
+    def pod_uid(self) -> str | None: ...
     @property
     def parts(self) -> Parts | None: ...
 
@@ -75,6 +77,22 @@ class ProcessWork(Protocol):
     def sm_utilization_ratio(self) -> float | None: ...
 
 
+def work_by_uid(processes: Iterable[ProcessWork] | None) -> dict[str | None, float]:
+    """The work of each pod's or batch job's processes on a device, by its UID; None: that of all others."""
+    work_of_pods: dict[str | None, float] = {}
+    for process in processes or ():
+        uid = process.pod_uid or process.job_id  # a batch job's id is its uid
+        work_of_pods[uid] = work_of_pods.get(uid, 0.0) + (process.sm_utilization_ratio or 0.0)
+    return work_of_pods
+
+
+def most_work_of(holders: Collection[PartHolder], processes: Iterable[ProcessWork] | None) -> float:
+    """The most that one of a device's holders did, by its part or by its processes together."""
+    work_of_pods = work_by_uid(processes)
+    work_of_holders = [work_of_pods.get(holder.pod_uid, 0.0) for holder in holders if holder.pod_uid is not None]
+    return max([part_of(holders) or 0.0, *work_of_holders])
+
+
 def beside_parts(
     work: Work,
     unattributed: Parts | None,
@@ -88,10 +106,7 @@ def beside_parts(
     a device and of its processes differ. So a rest below half of the pods' parts counts as zero, unless a stranger may
     have done it: a process that belongs to none of the pods.
     """
-    work_of_pods: dict[str | None, float] = {}
-    for process in processes or ():
-        uid = process.pod_uid or process.job_id  # a batch job's id is its uid
-        work_of_pods[uid] = work_of_pods.get(uid, 0.0) + (process.sm_utilization_ratio or 0.0)
+    work_of_pods = work_by_uid(processes)
     work_of_processes = [work_of_pods.get(uid, 0.0) if uid is not None else 0.0 for uid, _ in pods]
     if len(pods) < 2:
         return work_of_processes, None
@@ -128,9 +143,8 @@ Activity = Literal["busy", "idle", "held", "free", "failing"]
 def device_activity(device: AttributedDevice) -> Activity:
     """The activity of a device of a tick. It is idle if all pods that hold it are."""
     work = work_of(Ratios(*map(device.metrics.get, Ratios.__struct_fields__)))
-    process_ratios = [process.sm_utilization_ratio or 0.0 for process in device.processes or ()]
-    part = part_of(device.holders) or 0.0
-    return activity_of(device.state, work, max([part, *process_ratios]), held=bool(device.holders))
+    holder_work = most_work_of(device.holders, device.processes)
+    return activity_of(device.state, work, holder_work, held=bool(device.holders))
 
 
 def activity_of_parts(activities: Collection[str]) -> Activity:

@@ -103,6 +103,16 @@ def test_a_device_has_a_status(reported: dict[str, Any], status: str) -> None:
     assert device(fleet_of(tick(reported))).status == status
 
 
+@pytest.mark.parametrize(("works", "status"), [(["u", "u"], "busy"), (["u", "v"], "idle"), ([None, None], "idle")])
+def test_a_device_is_busy_if_the_processes_of_a_pod_are_together(works: list[str | None], status: str) -> None:
+    processes = [{"pid": 7, "pod_uid": uid, "sm_utilization_ratio": 0.006} for uid in works]
+    holder = {"namespace": "ml", "pod": "bert", "pod_uid": "u"}
+    held = device(fleet_of(tick(gpu("a", 0.0, processes=processes) | {"holders": [holder]})))
+
+    assert held.status == status
+    assert held.holders[0].idle == (status == "idle")
+
+
 def test_a_device_that_the_api_server_calls_unwell_fails() -> None:
     failing = device(fleet_of(tick(gpu("a", 0.9, "ml/bert"), unwell=[{"device_id": "a", "health": "Unhealthy"}])))
 
