@@ -111,7 +111,7 @@ class KnownWorkloads(msgspec.Struct, frozen=True):
     """
 
     since_ms: int
-    logged_ms: int = -1
+    logged_ms: int
     epoch: int = -1
     seq: int = -1
     node_labels: History[Versions[dict[str, str]]] = ()
@@ -258,10 +258,15 @@ def without_overlaps(lifetimes: Iterable[Lifetime]) -> list[Lifetime]:
 
 def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: int) -> KnownWorkloads:
     """What is known after a record that was logged at ``logged_ms``, which is never less than the previous record's.
-    A record of an older epoch, or with an older or the same ``seq``, changes nothing."""
-    known = known or KnownWorkloads(since_ms=logged_ms)
+    A record of an older epoch, or with an older or the same ``seq``, changes nothing.
+
+    Records that the broker stored together have one log time. Each counts as logged 1 ms after the previous one, so
+    that a reader of the first one and a reader of all of them give the same answer.
+    """
+    known = known or KnownWorkloads(since_ms=logged_ms, logged_ms=logged_ms - 1)
     if record.order <= (known.epoch, known.seq):
         return known
+    logged_ms = max(logged_ms, known.logged_ms + 1)
 
     def with_value(history: History[Versions[T]], value: T) -> History[Versions[T]]:
         return _add_logged(history, logged_ms, _add_version(history[-1].value if history else (), record.ts_ms, value))
@@ -435,10 +440,10 @@ def _add_version(
 
 
 def _add_logged(history: History[T], logged_ms: int, value: T) -> History[T]:
-    """The history with the value of one more record. Of several that were logged in the same ms, the last counts."""
+    """The history with the value of one more record."""
     if history and history[-1].value == value:
         return history
-    return (*(history[:-1] if history and history[-1].ms == logged_ms else history), Since(logged_ms, value))
+    return (*history, Since(logged_ms, value))
 
 
 def _count_until(versions: Versions[T], ms: int) -> int:

@@ -172,6 +172,21 @@ def test_any_order_of_reading_stalls_and_restarts_gives_the_same_bytes(
     assert read_by(log, schedule) == read_by(log, [*stall, *schedule]) == read_by(log, [])
 
 
+def test_of_records_that_the_broker_stored_together_the_first_that_has_a_pod_counts_live_and_in_a_replay() -> None:
+    news = [workloads(seq, FIRST, pod("p0", labels={"version": str(seq)}), ts_ms=900) for seq in (2, 3)]
+    log = [
+        Logged(-60_000, workloads(1, FIRST)),
+        Logged(1_000, snapshot(1, container("p0", gpu(0)), ts_ms=1_000)),
+        Logged(1_000, tick(1, 1, ts_ms=1_000)),
+        *[Logged(1_500, record) for record in news],
+        Logged(4_000, tick(2, 1, ts_ms=4_000)),
+    ]
+    samples = [msgspec.json.decode(value, type=AttributedSample) for value in live(log)]
+
+    assert live(log) == replay(log)
+    assert [sample.devices[0].holders[0].labels["version"] for sample in samples] == ["2", "3"]
+
+
 def test_a_pod_that_its_processes_show_first_is_shown_live() -> None:
     processes = [b'"observed":true' in tick for tick in live(log_of([PodStory(500, 1_500, 4_000, 9_000, 1)]))]
 

@@ -398,7 +398,7 @@ def test_of_a_pod_that_ended_before_only_its_end_is_remembered_and_that_for_a_da
 
 
 def test_a_pod_that_was_only_missing_is_forgotten_with_its_name() -> None:
-    history = forget_before(history_of(workloads(1, pod("p")), workloads(2, ts_ms=10_000)), 10_000 + LISTED_MS + 1, 0)
+    history = forget_before(history_of(workloads(1, pod("p")), workloads(2, ts_ms=10_000)), 10_000 + LISTED_MS + 1, 1)
 
     assert (history.lifetimes, history.ends) == ({}, {})
 
