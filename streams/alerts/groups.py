@@ -240,17 +240,22 @@ def _is_open(rule: Rule | None, group: AlertGroup, rules: Rules) -> bool:
     A rule that needs all GPUs needs each that the workload holds. Some of them may be idle instead, but no more than
     half. While its alert fires, there is none about the idle ones.
     """
-    firing = {member.gpu.uuid for member in group.firing_members}
+    firing = set(map(_held_gpu, group.firing_members))
     if not firing or rule is None or rule.kind not in ("held_idle", *ALL_GPUS_KINDS):
         return bool(firing)
-    stalled = {other.gpu.uuid for other in group.others if kind_of_other(other, rule, rules) in ALL_GPUS_KINDS}
-    idle = {other.gpu.uuid for other in group.others} - stalled
+    stalled = {_held_gpu(other) for other in group.others if kind_of_other(other, rule, rules) in ALL_GPUS_KINDS}
+    idle = set(map(_held_gpu, group.others)) - stalled
     if rule.kind in ALL_GPUS_KINDS:
         stalled, idle = stalled | firing, idle - firing
     else:
         stalled, idle = stalled - firing, idle | firing
     all_stalled = bool(stalled) and len(idle) <= len(stalled) and len(stalled) + len(idle) >= _count_held(group)
     return all_stalled if rule.kind in ALL_GPUS_KINDS else not all_stalled
+
+
+def _held_gpu(member: Member) -> tuple[str, str | None]:
+    """The GPU of a part, and the pod: a GPU that pods share is held once by each of them."""
+    return member.gpu.uuid, member.gpu.pod
 
 
 def _needs_all_gpus(rule: Rule | None) -> bool:

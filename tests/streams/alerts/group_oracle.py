@@ -238,8 +238,8 @@ class Fleet:
 
     def _of_all(self, going: list[Part], idles: list[Part], held_by_node: dict[str, int]) -> bool:
         """Whether all GPUs of a workload stall, except for idle ones, which may be as many as those that stall."""
-        stalled = {part.gpu.uuid for part in going}
-        others = {part.gpu.uuid for part in idles} - stalled
+        stalled = {(part.gpu.uuid, part.gpu.pod) for part in going}  # what pods share is held once by each
+        others = {(part.gpu.uuid, part.gpu.pod) for part in idles} - stalled
         return bool(stalled) and len(others) <= len(stalled) and len(stalled | others) >= sum(held_by_node.values())
 
     def _reported(self, part: Part) -> Iterator[int]:

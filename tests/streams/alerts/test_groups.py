@@ -292,6 +292,15 @@ def test_a_rank_that_is_idle_while_the_others_hang_is_one_of_them_in_a_pod_witho
     assert "3 of 4 GPUs stalled, the other one is idle" in stalled.annotations["summary"]
 
 
+def test_two_ranks_that_idle_on_one_gpu_while_the_others_hang_count_as_two_gpus_that_the_workload_holds() -> None:
+    shared = device(2, holder("bert-1"), holder("bert-2"), power_limit_watts=700.0, **IDLES)
+    devices = [*ranks(holder(), HANGS, HANGS), shared]
+    alerts = fired(DEFAULTS, *[(range(s, s + 1), "n", devices) for s in range(0, 1800, 30)])
+    (stalled,) = [alert for alert in alerts if alert.name == "GPUStalled"]
+    assert summary([stalled]) == [("firing", 0, 2, 4)]
+    assert "2 of 4 GPUs stalled, the other 2 are idle" in stalled.annotations["summary"]
+
+
 def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk() -> None:
     """The resolved alert keeps its GPUs, and ends when the job has grown."""
     hangs, grown = [*ranks(holder(), *[HANGS] * 4), device(4)], ranks(holder(), *[HANGS] * 4, WORKS)
