@@ -371,6 +371,7 @@ class Fleet:
                 team = team_of(first.labels, first.namespace_labels, self._team_label) or ""
                 holders.append(Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts)))
             uids, processes = [pod.pod_uid for pod in pods], device.processes
+            observed = [containers[0].observed for containers in pods.values()]
         else:
             holders = [
                 Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
@@ -378,13 +379,14 @@ class Fleet:
                 for process in device.processes or ()
             ]  # fmt: skip
             uids, processes = [None] * len(holders), ()  # the part of a process is its work
-        work, observed = work_of(device.metrics), {(pod.namespace, pod.pod) for pod in device.holders if pod.observed}
+            observed = [False] * len(holders)
+        work = work_of(device.metrics)
         uids_and_parts = [(uid, holder.used_ratio) for holder, uid in zip(holders, uids, strict=True)]
         work_of_processes, rest = beside_parts(work, device.unattributed, processes, uids_and_parts)
         with_idleness = []
-        for holder, process_work in zip(holders, work_of_processes, strict=True):
+        for holder, process_work, is_observed in zip(holders, work_of_processes, observed, strict=True):
             is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, process_work, rest) is True
-            with_idleness.append(holder._replace(idle=is_known_idle and (holder.namespace, holder.pod) not in observed))
+            with_idleness.append(holder._replace(idle=is_known_idle and not is_observed))
         return with_idleness
 
 

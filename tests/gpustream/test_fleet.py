@@ -231,6 +231,14 @@ def test_an_idle_pod_is_found_beside_one_that_works() -> None:
     assert {use.name: use.idle for use in pods(fleet_of(tick(shared)).devices())} == {"works": 0, "idles": 1}
 
 
+def test_an_idle_pod_is_found_beside_one_of_its_name_that_was_not_given_the_device() -> None:
+    named = {"namespace": "ml", "pod": "web-0"}
+    rows = [{**named, "pod_uid": "old"}, {**named, "pod_uid": "new", "observed": True}]
+    shared = device(fleet_of(tick(gpu("a", 0.0) | {"holders": rows})))
+
+    assert [holder.idle for holder in shared.holders] == [True, False]
+
+
 def test_an_idle_batch_job_is_found_beside_one_that_works() -> None:
     used = {"41": 0.0, "42": 0.8}
     holders = [
