@@ -30,7 +30,7 @@ import msgspec
 
 from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Finding, uid_and_key
-from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
+from streams.alerts.memory import Identity, Memory, NodeAlerts, identity, with_known_uids
 from streams.alerts.reports import (
     Step,
     Write,
@@ -122,6 +122,7 @@ def after_tick(state: NodeAlerts, tick: Tick, log_position: LogPosition, memory:
 def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules) -> Step:
     """The state after a tick, and what to write: alerts of the node, and reports to alerts of several GPUs."""
     state, announced = announce(state)
+    tick = with_known_uids(tick, state.memory)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = after_tick(state, tick, log_position, memory)
     reports: list[Write] = []

@@ -105,6 +105,27 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
         return device.counts if device is not None else self.removed_counts.get(uuid, {})
 
 
+def with_known_uids(tick: Tick, memory: Memory) -> Tick:
+    """The tick, with the uid that a pod had on its device before, where it is not known now. A kubelet that was
+    restarted names pods without their uids for some seconds, and if nothing else reports these, each pod would seem to
+    end."""
+    if all(holder.pod_uid for device in tick.devices for holder in device.holders):
+        return tick
+    devices = []
+    for device in tick.devices:
+        remembered = memory.devices.get(device.uuid)
+        uids = {(pod.namespace, pod.pod): pod.pod_uid for pod in remembered.pods} if remembered is not None else {}
+        named = {(holder.namespace, holder.pod) for holder in device.holders if holder.pod_uid}
+        holders = [
+            holder
+            if holder.pod_uid or (holder.namespace, holder.pod) in named
+            else _replace(holder, pod_uid=uids.get((holder.namespace, holder.pod)))
+            for holder in device.holders
+        ]
+        devices.append(_replace(device, holders=tuple(holders)))
+    return _replace(tick, devices=tuple(devices))
+
+
 def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | None = None) -> Memory:
     """The memory after a tick; the same object if nothing changed.
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from streams.alerts.rules.rule import Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_code
@@ -129,12 +131,37 @@ class History:
     """The ticks of a node, and the verdicts that follow from them."""
 
     def __init__(self, rules: Rules, ticks: Sequence[Tick]) -> None:
-        self.rules, self.ticks = rules, ticks
+        self.rules = rules
+        self.ticks: list[Tick] = []
         self._rule = {rule.name: rule for rule in rules.rules}
-        self._devices = [{device.uuid: device for device in tick.devices} for tick in ticks]
+        self._devices: list[dict[str, Device]] = []
         self._present_cache: dict[tuple[str, int], bool] = {}
         self._spells: dict[Subject, list[Spell]] = {}
         self._due_ms: dict[tuple[Subject, int], int] = {}  # in how long what is pending in a tick would fire
+        for tick in ticks:
+            devices = {device.uuid: self._with_known_uids(device) for device in tick.devices}
+            self.ticks.append(msgspec.structs.replace(tick, devices=tuple(devices.values())))
+            self._devices.append(devices)
+
+    def _with_known_uids(self, device: Device) -> Device:
+        """The device of the next tick. A pod whose uid is not known there has the one that it had on it before."""
+        uids: dict[tuple[str, str], str | None] = {}
+        for i in reversed(range(len(self.ticks))):
+            before = self._present(device.uuid, i)
+            if not self._was_there(device.uuid, i):
+                break
+            if before is not None and self.ticks[i].attribution != "none":
+                pods = dict.fromkeys((holder.namespace, holder.pod, holder.pod_uid) for holder in before.holders)
+                uids = {(namespace, pod): uid for namespace, pod, uid in pods}
+                break
+        known = {(holder.namespace, holder.pod) for holder in device.holders if holder.pod_uid}
+        holders = [
+            holder
+            if (name := (holder.namespace, holder.pod)) in known
+            else msgspec.structs.replace(holder, pod_uid=uids.get(name))
+            for holder in device.holders
+        ]
+        return msgspec.structs.replace(device, holders=tuple(holders))
 
     # -- what may be judged
 

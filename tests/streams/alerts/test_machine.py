@@ -73,6 +73,16 @@ def test_a_condition_fires_in_the_tick_in_which_it_has_held_for_long_enough() ->
     assert alert.labels["k8s_pod_name"] == "bert-0"
 
 
+def test_a_pod_whose_uid_is_not_known_for_a_while_is_the_one_that_its_device_had() -> None:
+    unnamed = device(0, holder(pod_uid=None), busy=0.0)
+    life = Life()
+    assert life.go(range(10), IDLE) == life.go(range(10, 20), unnamed) == []
+    assert life.go(range(20, 30), IDLE) == [(23, "GPUHeldIdle", "firing")]
+    assert life.go(range(30, 40), unnamed) == life.go(range(40, 60), IDLE) == []
+    other = device(0, holder("bert-1", pod_uid=None), busy=0.0)
+    assert life.go(range(60, 61), other) == [(60, "GPUHeldIdle", "resolved")], "it has another name"
+
+
 def test_a_condition_that_ends_before_its_duration_never_fires() -> None:
     life = Life()
     for start in range(0, 200, 20):
