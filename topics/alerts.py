@@ -32,7 +32,12 @@ class AlertGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     uuid: Annotated[str, about("The device's UUID.")]
     node: Annotated[Name, about("The node that it is on.")]
     index: Annotated[UInt | None, about("The GPU's index on its node.", "none")] = None
-    pod: Annotated[str | None, about("Who holds it: NAMESPACE/POD, or job ID of a batch job.")] = None
+    pod: Annotated[
+        str | None,
+        about(
+            "Who holds it: NAMESPACE/POD, or job ID of a batch job; several, with commas, of GPUs of a node that fail."
+        ),
+    ] = None
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

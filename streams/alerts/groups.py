@@ -164,7 +164,7 @@ def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
         uuid=labels.get("gpu_mig_uuid") or labels.get("gpu_uuid", ""),
         node=alert.node,
         index=int(labels["gpu_index"]) if labels.get("gpu_index", "").isdigit() else None,
-        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else None,
+        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else figures.get("pods"),
     )
     starts_ms, before_s = epoch_ms(alert.starts_at), 0.0
     if before is not None:

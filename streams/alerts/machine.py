@@ -44,7 +44,7 @@ from streams.alerts.reports import (
     scope_of_pod,
     with_holdings,
 )
-from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rules
+from streams.alerts.rules.rule import CAUSES, OF_NODES, WASTE, Rules
 from streams.alerts.text.describe import api_status, describe, describe_silence
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
@@ -62,7 +62,6 @@ MOST_POD_EVENTS = 1000
 pods may come and go all the time, and the state of a node has to fit in a record."""
 
 LEAVING_MS = 120_000  # for so long a node that was removed from the cluster may still send ticks
-_GROUPED_BY_NODE: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # several GPUs of a node have one cause
 _replace = msgspec.structs.replace
 
 
@@ -142,7 +141,7 @@ def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules)
     finding_by_identity: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked_identities = {identity(condition) for condition in state.tracked}
     new_conditions = [
-        Tracked(name=name, device=device, pod_uid=uid, key=key, since_ms=max(tick.ts_ms, f.since_ms), event=f.event)
+        Tracked(name=name, device=device, pod_uid=uid, key=key, since_ms=_begins_ms(f, state, tick), event=f.event)
         for (name, device, uid, key), f in finding_by_identity.items()
         if f.holds and (name, device, uid, key) not in tracked_identities
         if len(state.tracked) < MOST_POD_EVENTS or not (uid and f.event)
@@ -162,6 +161,11 @@ def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules)
             writes += reports_to_other_rules(alert, updated or condition, tick.ts_ms, rules)
     unchanged = len(tracked) == len(state.tracked) and all(map(operator.is_, tracked, state.tracked))
     return finish_step(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
+
+
+def _begins_ms(finding: Finding, state: NodeAlerts, tick: Tick) -> int:
+    """Since when a condition holds that did not before: since it can, if no tick was between, else since the tick."""
+    return finding.since_ms if state.last_ts_ms < finding.since_ms else tick.ts_ms
 
 
 def _advance(
@@ -264,7 +268,7 @@ def _fire(condition: Tracked, finding: Finding, context: _Context) -> tuple[Trac
         scope = scope_of_pod(alert)
         pods = [(device.uuid, uid_and_key(holder)) for device in context.tick.devices for holder in device.holders]
         alert = _replace(alert, held=len({uuid for uuid, pod in pods if pod == (finding.pod_uid, finding.key)}))
-    elif rule.kind in _GROUPED_BY_NODE:
+    elif rule.kind in OF_NODES:
         firing_devices = {
             tracked.device
             for tracked in context.state.tracked

@@ -24,6 +24,9 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WASTE: tuple[Kind, ...] = ("held_idle", "stalled", "underused", "memory_hoarded", "straggler", "crash_loop")
 """How pods use their GPUs: judged for each pod on a device, and reported as one alert for each workload."""
+OF_NODES: tuple[Kind, ...] = ("missing", "lost", "not_answering")
+"""Faults that several GPUs of a node may have by one cause: reported as one alert of the node then."""
+
 ALL_GPUS_KINDS: tuple[Kind, ...] = ("stalled",)
 """The kinds whose alert needs all GPUs of a workload."""
 

@@ -17,7 +17,7 @@ from delivery.values import counted, duration_words, printable
 from streams.alerts.conditions.finding import Facts, Finding, held_memory, sole_pod
 from streams.alerts.memory import DeviceMemory, Memory, PodMemory
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Wording
+from streams.alerts.rules.rule import OF_NODES, WASTE, WINDOWED, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
@@ -64,7 +64,7 @@ _TEMPLATES: Mapping[Kind, tuple[str, str]] = {
              "{summary}. {held} The node needs a restart, and perhaps the GPU a technician."),
     "not_answering": ("{where} does not answer its driver", "{summary}, since {since}. {held}"),
     "missing": ("{where} is not there any more",
-                "{summary}, since {since}. {held_last} At {now} the node reported {devices}."),
+                "{summary}, since {since}. {held_last} At {now} the node reported {gpus}."),
     "policy_invalid": ("{pod} has a policy that is not followed as it is written", "{summary}: {text}."),
 }  # fmt: skip
 """The summary and the description of each kind but two, with the fields of :func:`_template_fields`."""
@@ -112,16 +112,21 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         xid = of_text(facts.text)
         label_pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
         more_annotations = {"action": xid.action}
-    more_annotations |= api_status(finding, tick)
+    more_annotations |= _held_by(rule, fields) | api_status(finding, tick)
     return _make_labels(rule, tick.cluster, tick.node, label_pairs), _make_annotations(
         rule, summary, description, more_annotations, wording
     )
 
 
+def _held_by(rule: Rule, fields: Mapping[str, Any]) -> dict[str, str]:
+    """The annotation with who holds a GPU that does not answer or is missing: the alert of its node names them, too."""
+    return {"pods": fields["pods"]} if rule.kind in OF_NODES and fields["pods"] else {}
+
+
 def api_status(finding: Finding, tick: Tick) -> dict[str, str]:
     """The annotation with what the API server reports of a GPU that does not answer or is missing, and of its MIG
     devices; empty if nothing."""
-    if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
+    if not tick.unwell or finding.rule.kind not in OF_NODES:
         return {}
     ids = [finding.device, *[device.uuid for device in tick.mig_devices_of(finding.device)]]
     status = _join_names(str(device) for device in tick.unwell if device.device_id in ids)
@@ -143,9 +148,11 @@ def with_final_figures(alert: Alert, held_ms: int) -> Alert:
 
 def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
     """The labels and annotations of the alert about a node without ticks."""
-    holding_pods = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
+    holders = {_pod_text(pod): pod for remembered in memory.devices.values() for pod in remembered.pods}
+    jobs = sum(pod.workload_kind == JOB for pod in holders.values())
+    numbers = ((len(holders) - jobs, "pod"), (jobs, "job"))
     summary = f"{state.node} has sent nothing since {moment(time_of(state.last_ts_ms))}"
-    held_by = f"held by {counted(len(holding_pods), 'pod') if holding_pods else 'no pod'}"
+    held_by = f"held by {' and '.join([counted(number, noun) for number, noun in numbers if number]) or 'no pod'}"
     gpus = sum(remembered.parent is None for remembered in memory.devices.values())
     description = f"{summary}. It had {counted(gpus, 'GPU')}, {held_by}."
     return _make_labels(rule, state.cluster, state.node, ()), _make_annotations(rule, summary, description, {}, wording)
@@ -273,7 +280,8 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
         "held_then": f"Held then by {holders}." if holders else "No pod held it then.",
         "held_last": f"It was held by {last_holders}." if last_holders else "No pod held it.",
         "seen_there": " ".join(filter(None, usage_texts)) or "Its processes are not known.",
-        "devices": counted(len(tick.devices), "device"),
+        "pods": holders or last_holders,
+        "gpus": counted(sum(device.mig is None for device in tick.devices), "GPU"),
         "conflict": _CONFLICT_TEXT.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
         "errors": _NVLINK_TEXT.get(finding.key, "memory error" if value == 1 else "memory errors"),
         "evidence": _evidence(device) if device is not None else "",

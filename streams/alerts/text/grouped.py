@@ -30,7 +30,7 @@ _NODE_TEXTS: dict[Kind, tuple[str, str]] = {
 
 class PodTexts(NamedTuple):
     """The texts of a kind: the state of its GPUs, what the owner of the pods can do, how a pod may say that it is meant
-    so, what precedes the time of the last work, and what is written if there was none."""
+    so, what precedes the time since which there is no work, and what is written if none has since the grace."""
 
     state: str
     advice: str
@@ -61,7 +61,7 @@ _POD_TEXTS: dict[Kind, PodTexts] = {
         "Give back what is not needed.",
         " If a pod is to keep idle GPUs, annotate it, or its namespace, with"
         ' gpustream.dev/idle-after: "2h", or gpustream.dev/alerts: "off".',
-        "The last work was at",
+        "No work there since",
         "None has worked since its grace was over.",
     ),
     "stalled": PodTexts(
@@ -123,6 +123,7 @@ def describe_group(
             **alert.annotations,
             "summary": summary,
             "description": f"{summary}: {_gpus_text(alert.gpus)}. {cause}",
+            **({"pods": pods} if (pods := _pods_text(alert.gpus)) else {}),
         }
     else:
         annotations = _describe_pods(alert, group, report, rules)
@@ -163,7 +164,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
         **{name: text for name, text in alert.annotations.items() if name not in ("last_active", "gpu_hour_price")},
         "summary": summary,
         "description": " ".join(filter(None, sentences)),
-        "pods": listed(sorted({gpu.pod for gpu in alert.gpus if gpu.pod})),
+        "pods": _pods_text(alert.gpus),
         "policy": policy,
         **figures,
         **({"evidence": evidence} if evidence else {}),
@@ -261,6 +262,10 @@ def _gpu_text(gpu: AlertGpu) -> str:
     """``GPU 0 of gpu-node-1``, ``MIG-5c1b... of GPU 0 of gpu-node-1``."""
     text = f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}"
     return f"{gpu.uuid} of {text}" if _is_mig(gpu) else text
+
+
+def _pods_text(gpus: Iterable[AlertGpu]) -> str:
+    return listed(sorted({gpu.pod for gpu in gpus if gpu.pod}))
 
 
 def _gpus_text(gpus: Iterable[AlertGpu]) -> str:

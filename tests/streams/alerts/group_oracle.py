@@ -139,7 +139,10 @@ class Fleet:
         pods = [holder for holder in last_seen.holders if spell.subject.pod_uid == holder.pod_uid] or _sole(
             last_seen.holders
         )
-        gpu = _gpu(node, last_seen, pods[0] if pods and last_seen in history.ticks[spell.first].devices else None)
+        gpu = _gpu(node, last_seen, pods[0] if pods else None)
+        if self._rule[name].kind in AT_ONE_TIME:
+            names = dict.fromkeys(f"{holder.namespace}/{holder.pod}" for holder in last_seen.holders)
+            gpu = msgspec.structs.replace(gpu, pod=", ".join(names) or None)
         return Part(
             name, whose, gpu, numbers[spell.first], spell.starts_ms, self._rule[name].severity,
             None if spell.critical is None else numbers[spell.critical],

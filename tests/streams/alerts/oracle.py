@@ -112,8 +112,9 @@ class Pending:
             if starts_again:
                 self.since_ms = self.doubt_ms = None
             return None
-        since_ms = now_ms if starts_again or self.since_ms is None else self.since_ms
-        self.since_ms, self.doubt_ms = max(since_ms, verdict.since_ms), None
+        begins_ms = verdict.since_ms if before_ms < verdict.since_ms else now_ms
+        since_ms = begins_ms if self.since_ms is None else self.since_ms
+        self.since_ms, self.doubt_ms = max(now_ms if starts_again else since_ms, verdict.since_ms), None
         return now_ms - self.since_ms
 
 

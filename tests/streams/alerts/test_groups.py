@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,6 +264,13 @@ def test_the_alert_says_what_is_wasted_what_it_costs_and_who_owns_it() -> None:
     assert "gpustream.dev/idle-after" in first.annotations["policy"]
 
 
+def test_a_gpu_that_never_worked_is_not_said_to_have_worked_until_the_first_tick_after_its_grace() -> None:
+    rules = overlay('[rules.GPUHeldIdle]\nfor = "30s"\ngrace = "5s"')
+    (alert,) = fired(rules, (range(0, 60, 2), "n", held_devices(1, holder())))
+    assert "last_active" not in alert.annotations
+    assert "None has worked since its grace was over." in alert.annotations["description"]
+
+
 def test_gpus_that_go_at_once_are_one_alert_of_the_node_and_one_that_goes_alone_is_its_own() -> None:
     eight = [device(i) for i in range(8)]
     all_gone = fired(SOON_RULES, (range(5), "n", eight), (range(5, 30), "n", []), (range(30, 70), "n", eight))
@@ -272,6 +280,16 @@ def test_gpus_that_go_at_once_are_one_alert_of_the_node_and_one_that_goes_alone_
     assert "8 GPUs of n are not there any more" in all_gone[0].annotations["summary"]
     one_gone = fired(SOON_RULES, (range(5), "n", eight), (range(5, 30), "n", eight[1:]))
     assert [(alert.labels["gpu_uuid"], alert.gpus) for alert in one_gone] == [(gpu(0), ())]
+
+
+@pytest.mark.parametrize("rule", ["GPUMissing", "GPULost"])
+def test_the_alert_of_a_nodes_gpus_names_all_pods_that_held_them(rule: str) -> None:
+    shared, parts = device(1, holder("a"), holder("b")), [device(2), mig(1, holder("c"), parent=2)]
+    gone = [] if rule == "GPUMissing" else [device(i, *shared.holders[: 2 * (i == 1)], state="lost") for i in (1, 2)]
+    gone += [] if rule == "GPUMissing" else [mig(1, holder("c"), parent=2, state="lost")]
+    (alert,) = fired(SOON_RULES, (range(5), "n", [device(0), shared, *parts]), (range(5, 30), "n", [device(0), *gone]))
+    assert "GPU 1 of n (ml/a, ml/b); GPU 2 of n (ml/c)." in alert.annotations["description"]
+    assert alert.annotations["pods"] == "ml/a, ml/b, ml/c"
 
 
 WORKS: dict[str, Any] = {"busy": 0.9, "power_watts": 600.0, "sm_active_ratio": 0.7}

@@ -296,7 +296,7 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         (
             "GPUMissing",
             [tick(0, device(0), device(1, holder())), tick(60, device(0))],
-            ["is not there any more, since 2026-11-20 23:59 UTC.", "held by ml/bert-0.", "reported 1 device."],
+            ["is not there any more, since 2026-11-20 23:59 UTC.", "held by ml/bert-0.", "reported 1 GPU."],
         ),
         (
             "GPUPolicyInvalid",
@@ -355,6 +355,14 @@ def test_a_silent_node_without_pods_was_held_by_none() -> None:
     (rule,) = DEFAULTS.of("node_silent")
     state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
     assert "It had 1 GPU, held by no pod." in describe_silence(rule, state, memory)[1]["description"]
+
+
+def test_a_silent_node_that_jobs_held_says_so() -> None:
+    jobs = [device(i, holder_of_job(Job(str(i)))) for i in range(2)]
+    memory = remember(Memory(), tick(0, *jobs, device(2, holder("a"))), 1)
+    (rule,) = DEFAULTS.of("node_silent")
+    state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
+    assert "It had 3 GPUs, held by 1 pod and 2 jobs." in describe_silence(rule, state, memory)[1]["description"]
 
 
 def test_the_mig_devices_of_a_silent_node_are_no_further_gpus() -> None:
