@@ -140,7 +140,16 @@ def topics(situation: Situation) -> CheckResult:
             next_step = "give the --topic-prefix that the producers have"
         finding, shown_by = f"there is no topic of gpustream {prefix_text}", "gpu.samples and all others are missing"
         return CheckResult("there is none", [Finding(finding, cause, shown_by, next_step)])
-    findings = Findings(
+    findings = Findings()
+    if numbers := [mismatch for mismatch in kafka.mismatches if mismatch.subject == topic_admin.NUMBER_OF_PARTITIONS]:
+        findings.add(
+            f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
+            "partitions were added to a topic, or it was made by something else",
+            ", ".join(f"{mismatch.topic} has {mismatch.have}" for mismatch in numbers),
+            f"if they hold no record, run `{kafka.create_command} --recreate-empty`; else see `More partitions` in"
+            " docs/operations/README.md: records of a node must stay in one partition",
+        )
+    findings += [
         Finding(
             str(mismatch),
             "the topic was made or changed by something else, or never made",
@@ -149,14 +158,7 @@ def topics(situation: Situation) -> CheckResult:
         )
         for mismatch in kafka.mismatches
         if mismatch.subject != topic_admin.NUMBER_OF_PARTITIONS
-    )
-    if numbers := [mismatch for mismatch in kafka.mismatches if mismatch.subject == topic_admin.NUMBER_OF_PARTITIONS]:
-        findings.add(
-            f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
-            "partitions were added to a topic, or it was made by something else",
-            ", ".join(f"{mismatch.topic} has {mismatch.have}" for mismatch in numbers),
-            "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
-        )
+    ]
     findings += [*_layout_findings(kafka), *_transaction_findings(situation)]
     summary = (
         "as they must be"

@@ -537,6 +537,13 @@ def test_one_error_is_not_many_findings(how: str) -> None:
     assert sum(map(len, findings_of(BROKEN[how][0]()).values())) == 1
 
 
+def test_another_number_of_partitions_comes_before_settings_that_one_command_mends() -> None:
+    (found,) = findings_of(topic_with("gpu.samples", partitions=7, cleanup_policy="compact")).values()
+    assert "of another number of partitions" in found[0].finding
+    assert "topics create --recreate-empty" in found[0].next
+    assert "gpu.samples: cleanup.policy is compact, must be delete" in found[1].finding
+
+
 def test_what_a_rule_drops_is_no_finding() -> None:
     assert findings_of(sink_counts("scrape_samples_withheld_total", reason="rule")) == {}
 
