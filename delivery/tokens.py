@@ -92,10 +92,8 @@ async def _from_endpoint(connection: Connection) -> Token:
             f"no token from {endpoint}: it answers {response.status} ({redact(reason)[:200]}): check"
             " --kafka-oauth-client-id, --kafka-oauth-client-secret-file and --kafka-oauth-scope"
         )
-    expires = answer.get("expires_in", _LIFE_S)
-    is_number = isinstance(expires, int | float | str) and str(expires).replace(".", "").isdigit()
-    life_s = float(expires) if is_number else _LIFE_S
-    return Token(answer["access_token"], now_s + _FRESH * life_s)
+    expires = re.fullmatch(r"[0-9]{1,12}(\.[0-9]*)?", str(answer.get("expires_in")))
+    return Token(answer["access_token"], now_s + _FRESH * (float(expires[0]) if expires else _LIFE_S))
 
 
 async def _from_aws(connection: Connection) -> Token:

@@ -78,6 +78,31 @@ async def test_a_new_token_is_requested_when_four_fifths_of_its_life_are_over(
     assert await tokens.token(connection) == "next"
 
 
+@pytest.mark.parametrize(
+    "expires",
+    [
+        "1.2.3",
+        "\N{SUPERSCRIPT TWO}",
+        pytest.param(10**400, id="huge"),
+        -1,
+        None,
+        "soon",
+    ],
+)
+async def test_a_token_whose_life_is_no_number_is_used_for_five_minutes(
+    endpoint: Endpoint, tmp_path: Path, clock: SimpleNamespace, expires: object
+) -> None:
+    connection = client(endpoint, tmp_path)
+    endpoint.answer = {"access_token": "t", "expires_in": expires}
+    assert await tokens.token(connection) == "t"
+    clock.s += 239
+    await tokens.token(connection)
+    assert len(endpoint.requests) == 1
+    clock.s += 1
+    await tokens.token(connection)
+    assert len(endpoint.requests) == 2
+
+
 async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpoint, tmp_path: Path) -> None:
     connection = client(endpoint, tmp_path)
     await tokens.token(connection)
