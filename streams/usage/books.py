@@ -5,7 +5,7 @@ In: rows of amounts, by account. Out: records of usage. The books are written to
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import add
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ FIELDS = (
     "none_ms",
 )  # fmt: skip
 DEVICE, SLICE, USED, IDLE, TENSOR, ENERGY, MEMORY, EXACT, LATE, NONE = range(10)
-Amounts = list[int]
+Amounts = Annotated[list[int], msgspec.Meta(min_length=len(FIELDS), max_length=len(FIELDS))]
 Rows = dict[int, Amounts]  # by account number
 
 
@@ -135,7 +135,22 @@ def decode(value: bytes) -> Books:
     for hour in books.hours:
         for minute in hour.minutes:
             minute.rows = minute.rows.copy()
+    _check(books)
     return books
+
+
+def _check(books: Books) -> None:
+    """Raises ``msgspec.DecodeError`` if no record can be made of the rows: the account of one is missing, or its GPU,
+    or the labels are malformed."""
+    labels_of(books.node_labels)
+    for account in books.accounts.values():
+        workload_of(account.workload), labels_of(account.labels), labels_of(account.namespace_labels)
+    for hour in books.hours:
+        closed_rows = [rows_of(minute.rows) for minute in hour.minutes]
+        accounts = [books.accounts.get(number) for rows in (hour.rows, hour.minute, *closed_rows) for number in rows]
+        known_gpus = hour.of.keys() & books.meters.keys()
+        if not all(account is not None and account.gpu_uuid in known_gpus for account in accounts):
+            raise msgspec.DecodeError("a row is of no account, or of no GPU, of the books")
 
 
 def of_team(account: Account, team_label: str) -> Account:

@@ -382,3 +382,56 @@ def test_a_record_that_is_no_tick_is_a_dead_letter_and_the_rest_is_booked() -> N
         return len(broker.logs["gpu.dead-letters"]), booked, worker.count("records_read_total", ATTRIBUTED)
 
     assert run(lived())[:2] == (2, 2)
+
+
+def _without_accounts(books: Any) -> None:
+    books["accounts"].clear()
+
+
+def _without_gpus(books: Any) -> None:
+    books["meters"].clear()
+
+
+def _with_a_short_row(books: Any) -> None:
+    next(iter(books["hours"][0]["rows"].values())).pop()
+
+
+def _with_a_short_row_of_a_minute(books: Any) -> None:
+    next(iter(books["hours"][0]["minutes"][0]["rows"].values())).pop()
+
+
+def _with_labels_that_are_none(books: Any) -> None:
+    next(iter(books["accounts"].values()))["labels"] = ["team"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _without_accounts,
+        _without_gpus,
+        _with_a_short_row,
+        _with_a_short_row_of_a_minute,
+        _with_labels_that_are_none,
+    ],
+)
+def test_books_of_which_no_record_can_be_made_are_a_dead_letter_and_the_node_is_booked_anew(spoil: Any) -> None:
+    async def lived() -> tuple[list[str], int, int, float]:
+        broker = Broker()
+        log_steadily(broker, 0, 130)
+        worker = UsageOf(broker)
+        await worker.start()
+        await worker.live()
+        record = broker.logs[STATE.name].pop()
+        books = msgspec.json.decode(record.value or b"")
+        spoil(books)
+        broker.logs[STATE.name] = [record._replace(value=msgspec.json.encode(books))]
+        log_steadily(broker, 130, 260)
+        restarted = UsageOf(broker)
+        await restarted.start()
+        await restarted.live()
+        letters = len(broker.logs["gpu.dead-letters"])
+        return restarted.failures, letters, restarted.position_read(), restarted.count("ticks_total", "booked")
+
+    failures, letters, position, booked = run(lived())
+    assert (failures, letters, position) == ([], 1, 52)
+    assert booked == 51
