@@ -187,16 +187,19 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             await self._turns.next()
             if not self.app.is_current(slot):
                 return
-            try:
-                report = _decode_grouped(groups.decode_report, record)
-            except Malformed as error:
-                await self.dead_letter(slot, record, error.reason, str(error))
-                continue
             known = partition.groups.get(record.key)
             group = changed.get(record.key) or (None if known is None else known.latest)
             if group is not None and slot.offset <= group.offset and group.offset >= log_end:
                 group = msgspec.structs.replace(group, generation=group.generation + 1, offset=-1)  # created again
-            step = groups.step(group, report, slot.offset, self._rules)
+            try:
+                report = _decode_grouped(groups.decode_report, record)
+                step = groups.step(group, report, slot.offset, self._rules)
+            except Malformed as error:
+                await self.dead_letter(slot, record, error.reason, str(error))
+                continue
+            except msgspec.DecodeError as error:
+                await self.dead_letter(slot, record, "undecodable", str(error))
+                continue
             if step.group is not group:
                 changed[record.key] = step.group
             steps.append(step)

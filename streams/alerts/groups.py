@@ -9,10 +9,11 @@ the next revision. A report without such a change updates the figures only. Node
 holds whenever that changes, even if none of them has an alert: such a group has no alert.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
-from typing import NamedTuple, get_args
+from decimal import Decimal
+from typing import Annotated, NamedTuple, get_args
 
 import msgspec
 
@@ -20,16 +21,26 @@ from streams.alerts.reports import DELETE_MS, scope_of_pod
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Rule, Rules
 from streams.alerts.stragglers import compare_ranks
 from streams.alerts.text.grouped import describe_group, group_labels, kind_of_other
-from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, Time
 from topics.times import MAX_TIME_MS, epoch_ms, time_of
 from topics.topic import decoder
 
 _MAX_ENDED_MEMBERS = 1000  # of a group whose alert fires; the first that ended are forgotten
 _REPORT_RESENT_MS = 24 * 3_600_000  # reports are not read again after so long: a node without parts is forgotten
 _SEVERITIES = get_args(Severity)  # the worst last
+_INDEX = re.compile(r"[0-9]{1,9}")
 
-decode_report, decode_group = decoder(AlertReport), decoder(AlertGroup)
+decode_report, _decode_group = decoder(AlertReport), decoder(AlertGroup)
 _replace = msgspec.structs.replace
+
+
+class _Figures(msgspec.Struct, frozen=True):
+    """The annotations of an alert of a single GPU that are read again."""
+
+    gpu_share: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    gpu_hour_price: Decimal | None = None
+    last_active: Time | None = None
+    since: Time | None = None
 
 
 class GroupStep(NamedTuple):
@@ -40,13 +51,22 @@ class GroupStep(NamedTuple):
     is_news: bool = True
 
 
+def decode_group(value: bytes) -> AlertGroup:
+    """A group. Raises ``msgspec.DecodeError``."""
+    group = _decode_group(value)
+    for member in (*group.members, *group.others):
+        msgspec.convert({"gpu_hour_price": member.price, "last_active": member.last_active}, _Figures, strict=False)
+    return group
+
+
 def order(group: AlertGroup) -> tuple[int, int]:
     """The later of two states of a group has the greater one."""
     return group.generation, group.offset
 
 
 def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rules) -> GroupStep:
-    """The group after a report. A report that the group has read before changes nothing."""
+    """The group after a report. A report that the group has read before changes nothing. Raises
+    ``msgspec.DecodeError`` if an annotation is not what it should be."""
     if group is None:
         group = AlertGroup(schema=1, group=report.group, cluster=report.cluster, node=report.node, offset=-1)
     last = group.seen.get(report.node)
@@ -158,13 +178,14 @@ def without_alert(group: AlertGroup) -> AlertGroup | None:
 def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
     """The part that an alert of a single GPU is; ``before`` is the same part as reported before. ``logged_ms``: when
     the tick of the report was logged."""
-    labels, figures = alert.labels, alert.annotations
+    labels, annotations = alert.labels, alert.annotations
+    figures = msgspec.convert(annotations, _Figures, strict=False)
     pod, job = labels.get("k8s_pod_name"), labels.get("job_id")
     gpu = AlertGpu(
         uuid=labels.get("gpu_mig_uuid") or labels.get("gpu_uuid", ""),
         node=alert.node,
-        index=int(labels["gpu_index"]) if labels.get("gpu_index", "").isdigit() else None,
-        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else figures.get("pods"),
+        index=int(labels["gpu_index"]) if _INDEX.fullmatch(labels.get("gpu_index", "")) else None,
+        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else annotations.get("pods"),
     )
     starts_ms, before_s = epoch_ms(alert.starts_at), 0.0
     if before is not None:
@@ -179,12 +200,12 @@ def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
         seconds=alert.value,
         confirmed_ms=logged_ms,
         before_s=before_s,
-        share=float(figures["gpu_share"]) if "gpu_share" in figures else None,
-        price=figures.get("gpu_hour_price"),
-        last_active=figures.get("last_active"),
+        share=figures.gpu_share,
+        price=annotations.get("gpu_hour_price"),
+        last_active=annotations.get("last_active"),
         held=alert.held or 0,
-        evidence=figures.get("evidence"),
-        since=datetime.fromisoformat(figures["since"]) if "since" in figures else None,
+        evidence=annotations.get("evidence"),
+        since=figures.since,
     )
 
 

@@ -921,6 +921,59 @@ async def test_a_malformed_report_is_dead_lettered_and_holds_nothing_up() -> Non
     assert worker.broker.alerts()[-1].idle == 2
 
 
+async def read_spoiled_reports(kind: str, key: str, text: str) -> Worker:
+    """A worker that has read its reports, after a label or annotation of the alerts of one node became this text."""
+    worker = await grouping(30)
+    for index, record in enumerate(worker.broker.logs[MEMBERS]):
+        report = msgspec.json.decode(record.value or b"")
+        for part in report.get("alerts", []) if report["node"] == "m" else []:
+            part[kind][key] = text
+        worker.broker.logs[MEMBERS][index] = record._replace(value=msgspec.json.encode(report))
+    await worker.read(MEMBERS)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("gpu_share", "half"),
+        ("gpu_share", "nan"),
+        ("gpu_hour_price", "much"),
+        ("last_active", "2026-11-20 23:44"),
+        ("since", "yesterday"),
+    ],
+)
+async def test_a_report_whose_figures_are_none_is_dead_lettered_and_ends_no_worker(key: str, text: str) -> None:
+    worker = await read_spoiled_reports("annotations", key, text)
+    assert worker.failures == []
+    assert len(worker.broker.logs[DEAD_LETTERS]) == 1
+    assert worker.broker.alerts()[-1].idle == 1
+
+
+@pytest.mark.parametrize("index", ["\N{SUPERSCRIPT TWO}", "9" * 5000], ids=["superscript", "long"])
+async def test_a_report_of_a_gpu_whose_index_is_none_counts_like_any_other(index: str) -> None:
+    worker = await read_spoiled_reports("labels", "gpu_index", index)
+    assert worker.failures == []
+    assert worker.broker.alerts()[-1].idle == 2
+
+
+@pytest.mark.parametrize("changes", [{"price": "much"}, {"last_active": "yesterday"}])
+async def test_a_group_whose_figures_are_none_is_dead_lettered_and_ends_no_worker(changes: dict[str, str]) -> None:
+    worker = await grouping(30)
+    await worker.read(MEMBERS)
+    record = worker.broker.logs[GROUPS].pop()
+    group = msgspec.json.decode(record.value or b"")
+    group["members"][0] |= changes
+    worker.broker.logs[GROUPS] = [record._replace(value=msgspec.json.encode(group))]
+    worker.broker.log(tick(30, device(0, holder(), busy=0.9), node="n"))
+    restarted = await working(worker.broker, SOON_RULES)
+    await restarted.read(GROUPS)
+    await restarted.live()
+    await restarted.read(MEMBERS)
+    assert restarted.failures == []
+    assert len(worker.broker.logs[DEAD_LETTERS]) == 1
+
+
 async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted() -> None:
     worker = await grouping(30)
     for node, pod, number in (("n", "bert-0", 0), ("m", "bert-1", 1)):
