@@ -118,7 +118,7 @@ def _document(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         place = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
         raise PricesError(f"{place}: {error.problem}") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, AttributeError, yaml.YAMLError) as error:  # PyYAML's, of what its tag calls a timestamp
         raise PricesError(f"{path}: {' '.join(str(error).split())}") from error
 
 
@@ -135,7 +135,7 @@ def _price(entry: Any) -> tuple[Price | None, list[str]]:
         labels = {}
     try:
         amount = Decimal(str(entry.get("per_gpu_hour")))
-    except InvalidOperation:
+    except (InvalidOperation, ValueError):  # a ValueError: it has more digits than Python writes
         amount = Decimal(-1)
     if not amount.is_finite() or amount < 0 or abs(amount.adjusted()) > _MAX_EXPONENT:
         errors.append("`per_gpu_hour` must be a number that is not below zero, such as 2.95")

@@ -72,6 +72,7 @@ def test_a_price_is_the_exact_decimal_of_the_file(tmp_path: Path) -> None:
         ("a: [", "prices.yaml:1: expected the node content"),
         pytest.param("prices: " + "[" * 1000, "it is nested too deeply", id="nested"),
         pytest.param("#" * (1 << 20) + "\n", "it is larger than 1 MiB", id="large"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, from: !!timestamp soon}]", "prices.yaml: "),
         ("currency: EUR", "it needs a list `prices`"),
         ("currency: EUR\nprices: []", "it needs a list `prices`"),
         ("prices: [{model: a, per_gpu_hour: 1}]", "`currency` must name the currency"),
@@ -106,6 +107,13 @@ def test_an_error_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> N
     with pytest.raises(PricesError, match=r"prices\.yaml:(\d+:)? ") as raised:
         loaded(tmp_path, text)
     assert sentence in str(raised.value)
+
+
+def test_a_number_without_end_in_toml_is_no_price(tmp_path: Path) -> None:
+    number = "0x" + "f" * 4000
+    (tmp_path / "prices.toml").write_text(f'currency = "EUR"\n[[prices]]\nmodel = "a"\nper_gpu_hour = {number}\n')
+    with pytest.raises(PricesError, match="price 1: `per_gpu_hour` must be a number"):
+        load(tmp_path / "prices.toml")
 
 
 def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Path) -> None:
