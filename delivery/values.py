@@ -23,6 +23,7 @@ _SIZE_BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
+_PORT = re.compile(r"[0-9]{1,9}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?/[A-Za-z0-9._-]*")
 _TOPIC_PREFIX = re.compile(r"[A-Za-z0-9._-]*")
@@ -133,7 +134,8 @@ def host_ports(text: str) -> str:
     for part in parts:
         host, _, port = part.rpartition(":")
         if not _HOST.fullmatch(host) or not _is_port(port) or port == "0":
-            shown = re.sub(".*@", "***@", part)  # what is before it may be a user and a password
+            _, at, after = part.rpartition("@")  # what is before it may be a user and a password
+            shown = f"***@{after}" if at else part
             raise ValueError(
                 f"{shown!r} is not HOST:PORT, such as kafka-0:9092 or [fd00::1]:9092 (several are separated by commas)"
             )
@@ -231,4 +233,4 @@ def lease(text: str) -> str | None:
 
 
 def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) <= 65535
+    return bool(_PORT.fullmatch(text)) and int(text) <= 65535
