@@ -6,6 +6,7 @@ Out:      a table, CSV or JSON on standard output; a bill whose charges are divi
 On failure: what is wrong, in a sentence, and exit code 1; errors in the command line, and exit code 2.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -152,7 +153,7 @@ def _option_errors(values: dict[str, Any]) -> Iterator[str]:
         yield "--focus-origin and --focus go together: without a bill, --format csv is what there is"
     elif bill is None:
         yield from (f"{name}: needs --focus-origin" for name in _FOCUS_OPTIONS if values[_FOCUS_OPTIONS[name]])
-    elif output.exists() and output.samefile(bill):
+    elif os.access(output, os.F_OK) and output.samefile(bill):
         yield "--focus: must not be the bill itself"
     yield from time_option_errors(values)
 

@@ -54,7 +54,7 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
         found = super().errors()
         if not self.interval_s >= SHORTEST_INTERVAL_S:
             found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")
-        if self.truth and not os.access(self.truth if self.truth.exists() else self.truth.parent, os.W_OK):
+        if self.truth and not _can_be_written(self.truth):
             found.append(f"--truth: {self.truth} can't be written: is its folder there, and may this user write to it?")
         size = (1, 1)
         try:
@@ -78,3 +78,14 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
             behaviours=self.behaviours,
             story=self.story,
         )
+
+
+def _can_be_written(file: Path) -> bool:
+    """Whether a file can be written to, or made."""
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return os.access(file.parent, os.W_OK)
+    except OSError:  # such as a folder that must not be searched, or a name that is too long
+        return False
+    return os.access(file, os.W_OK)

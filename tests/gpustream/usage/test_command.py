@@ -228,6 +228,7 @@ def test_a_time_may_be_so_long_ago() -> None:
         (["--focus", "out.csv"], "--focus-origin and --focus go together"),
         (["--focus-origin", __file__], "--focus-origin and --focus go together"),
         (["--focus-origin", __file__, "--focus", __file__], "--focus: must not be the bill itself"),
+        (["--focus-origin", __file__, "--focus", "x" * 300, "--prices", "none"], "--prices"),  # not a traceback
         (["--focus-label", "a"], "--focus-label: needs --focus-origin"),
     ],
 )

@@ -258,6 +258,9 @@ def test_a_truth_that_cannot_be_written_is_a_mistake_in_the_settings(tmp_path: P
     (error,) = settings(truth=tmp_path / "missing" / "truth.jsonl").errors()
 
     assert error.startswith(f"--truth: {tmp_path}/missing/truth.jsonl can't be written")
+    for odd in (tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "truth.jsonl", Path(__file__) / "truth.jsonl"):
+        (error,) = settings(truth=odd).errors()
+        assert "can't be written" in error
     assert settings(truth=tmp_path / "truth.jsonl").errors() == []
 
 
