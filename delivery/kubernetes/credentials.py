@@ -127,6 +127,8 @@ class CredentialSource(NamedTuple):
             raise ConfigError(f"{self._name()} can't be used: {describe(error)}") from error
         if not configuration.host:
             raise ConfigError(f"{self._name()} names no server")
+        if not isinstance(configuration.proxy, str | None):
+            raise ConfigError(f"{self._name()} has a proxy-url that is no text")
         return configuration, loader
 
     def in_cluster(self) -> bool:

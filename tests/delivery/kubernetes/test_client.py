@@ -441,6 +441,7 @@ async def test_kubeconfigs_are_searched_in_the_same_places_as_by_kubectl(
         kubeconfig("", {}),
         kubeconfig("http://127.0.0.1", {}).replace('"clusters"', '"crowds"'),
         kubeconfig("http://127.0.0.1", {}).replace('"server"', '"waiter"'),
+        kubeconfig("http://127.0.0.1", {}).replace('"server"', '"proxy-url": {"http": "p"}, "server"'),
         kubeconfig("https://127.0.0.1", {"client-certificate": "/nowhere"}),
         kubeconfig("https://127.0.0.1", {"client-certificate-data": "bm9uZQ==", "client-key-data": "bm9uZQ=="}),
         kubeconfig("http://127.0.0.1", {"tokenFile": "/nowhere"}),
