@@ -181,11 +181,12 @@ def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
     labels, annotations = alert.labels, alert.annotations
     figures = msgspec.convert(annotations, _Figures, strict=False)
     pod, job = labels.get("k8s_pod_name"), labels.get("job_id")
+    holders = f"job {job}" if job else annotations.get("pods")
     gpu = AlertGpu(
         uuid=labels.get("gpu_mig_uuid") or labels.get("gpu_uuid", ""),
         node=alert.node,
         index=int(labels["gpu_index"]) if _INDEX.fullmatch(labels.get("gpu_index", "")) else None,
-        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else annotations.get("pods"),
+        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else holders,
     )
     starts_ms, before_s = epoch_ms(alert.starts_at), 0.0
     if before is not None:
