@@ -200,7 +200,7 @@ GPU_ALERTS = (
     Alert("GPUUsedUnallocated",
           f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders{{{OTEL}}}) == 0)",
           "warning",
-          SUBJECT + " works, and no pod was given it",
+          SUBJECT + " works, and nobody was given it",
           "{{ $labels.gpu_uuid }} has a utilization of {{ $value | humanizePercentage }}.", "2m"),
     Alert("GPUAttributionConflict", f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict{{{OTEL}}}) == 1", "warning",
           SUBJECT + ": what runs there is not what it was given to", "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",

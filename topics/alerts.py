@@ -275,7 +275,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     price: Annotated[str | None, about("What an hour of such a GPU costs, as a decimal number.")] = None
     last_active: Annotated[str | None, about("When the GPU last worked.")] = None
     held: Annotated[UInt, about("How many devices its pod holds.", "devices")] = 0
-    evidence: Annotated[str | None, about("The measures by which it was found.")] = None
+    evidence: Annotated[
+        str | None, about("The measures by which it was found; of a GPU that fails, what the API server says of it.")
+    ] = None
     since: Annotated[Time | None, about("Since when its condition has held, work of a moment left out.")] = None
     name: Annotated[str | None, about("Its rule, if that is another than the group's.")] = None
 

@@ -4,9 +4,10 @@ In: a group, and the reports of nodes in the order of their log. A report has th
 go on or are resolved in a tick. Out: the group after the report, and its alert if that is to be written.
 
 A group is of a workload, a pod or a node. Its alert fires with the first of its parts, and is resolved with the last
-one. If its GPUs, the number of GPUs that its workload holds, or the severity change meanwhile, it is written again with
-the next revision. A report without such a change updates the figures only. Nodes also report how many GPUs a workload
-holds whenever that changes, even if none of them has an alert: such a group has no alert.
+one. If its GPUs, the number of GPUs that its workload holds, the severity, or what the API server says of the GPUs
+change meanwhile, it is written again with the next revision. A report without such a change updates the figures only.
+Nodes also report how many GPUs a workload holds whenever that changes, even if none of them has an alert: such a group
+has no alert.
 """
 
 import re
@@ -107,7 +108,7 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
     needs_all = open_part is not None and _needs_all_gpus(rules.by_name.get(open_part.name))
     if before is not None and before.is_open and is_open:
         after = _described(before, group, report, rules)
-        if (after.gpus, after.held, after.severity) != (before.gpus, before.held, before.severity):  # not only figures
+        if _news(after) != _news(before):
             after = _replace(after, revision=before.revision + 1)
     elif before is not None and before.is_open:
         after = _resolve(before, group, report, ended_part, rules)
@@ -130,6 +131,11 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
     transition = (after.state, after.revision, after.starts_at)
     is_repeat = before is not None and transition == (before.state, before.revision, before.starts_at)
     return GroupStep(group_after, (after,), is_news=not is_repeat)
+
+
+def _news(alert: Alert) -> tuple[object, ...]:
+    """What makes an alert that fires a new revision if it changes. Other changes are of figures only."""
+    return alert.gpus, alert.held, alert.severity, alert.annotations.get("api_status")
 
 
 def _update_members(
@@ -205,7 +211,7 @@ def _member(alert: Alert, before: Member | None, logged_ms: int) -> Member:
         price=annotations.get("gpu_hour_price"),
         last_active=annotations.get("last_active"),
         held=alert.held or 0,
-        evidence=annotations.get("evidence"),
+        evidence=annotations.get("evidence") or annotations.get("api_status"),
         since=figures.since,
     )
 

@@ -45,7 +45,7 @@ _TEMPLATES: Mapping[Kind, tuple[str, str]] = {
     "crash_loop": ("{pod} holds {where}, and its containers crash again and again",
                    "{summary}: {text} restarts, and Kubernetes waits before the next one (CrashLoopBackOff)."),
     "used_unallocated": (
-        "{where} works, and no pod was given it",
+        "{where} works, and nobody was given it",
         "{summary}, since {since}. At {now} it was busy for {value:.0%} of the sample. {seen_there}",
     ),
     "attribution_conflict": ("{where} {conflict}", "{summary}, since {since}. {seen_there}"),
@@ -152,7 +152,7 @@ def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wor
     jobs = sum(pod.workload_kind == JOB for pod in holders.values())
     numbers = ((len(holders) - jobs, "pod"), (jobs, "job"))
     summary = f"{state.node} has sent nothing since {moment(time_of(state.last_ts_ms))}"
-    held_by = f"held by {' and '.join([counted(number, noun) for number, noun in numbers if number]) or 'no pod'}"
+    held_by = f"held by {' and '.join([counted(number, noun) for number, noun in numbers if number]) or 'nobody'}"
     gpus = sum(remembered.parent is None for remembered in memory.devices.values())
     description = f"{summary}. It had {counted(gpus, 'GPU')}, {held_by}."
     return _make_labels(rule, state.cluster, state.node, ()), _make_annotations(rule, summary, description, {}, wording)
@@ -260,12 +260,14 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
     holders = _join_names(_pod_text(pod) for pod in facts.pods)
     holders_given = _join_names(_pod_text(pod) for pod in facts.pods if not pod.observed)
     holders_observed = _join_names(_pod_text(pod) for pod in facts.pods if pod.observed)
-    pids = _join_names(str(process.pid) for process in device.processes or ()) if device is not None else ""
+    processes = None if device is None else device.processes
+    pids = _join_names(str(process.pid) for process in processes or ())
     usage_texts = [
         f"Given to: {holders_given}." if holders_given else "",
         f"Seen there: {holders_observed}." if holders_observed else "",
         f"Processes: {pids}." if pids else "",
     ]
+    no_usage = "Its processes are not known." if processes is None else "The driver lists no process there."
     last_holders = _join_names(_pod_text(pod) for pod in remembered.pods)
     total_bytes = device.metrics.memory_total_bytes if device is not None else None
     used_bytes = held_memory(facts.pods, device, facts.sharing)
@@ -276,10 +278,10 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
         "pod": _pod_text(facts.pods[0]) if facts.pods else "",
         "since": moment(time_of(min(since_ms, tick.ts_ms))),
         "now": now,
-        "held": f"Held by {holders}." if holders else "No pod holds it.",
-        "held_then": f"Held then by {holders}." if holders else "No pod held it then.",
-        "held_last": f"It was held by {last_holders}." if last_holders else "No pod held it.",
-        "seen_there": " ".join(filter(None, usage_texts)) or "Its processes are not known.",
+        "held": f"Held by {holders}." if holders else "Nobody holds it.",
+        "held_then": f"Held then by {holders}." if holders else "Nobody held it then.",
+        "held_last": f"It was held by {last_holders}." if last_holders else "Nobody held it.",
+        "seen_there": " ".join(filter(None, usage_texts)) or no_usage,
         "pods": holders or last_holders,
         "gpus": counted(sum(device.mig is None for device in tick.devices), "GPU"),
         "conflict": _CONFLICT_TEXT.get(finding.key, f"has the conflict {finding.key[:80]!r}"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from delivery.values import counted
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Kind, Rule, Rules
-from streams.alerts.text.describe import listed
+from streams.alerts.text.describe import clean, listed
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope
 from topics.times import moment, rfc3339, time_of
 
@@ -120,10 +120,11 @@ def describe_group(
         summary = f"{_counted_gpus(alert.gpus)} of {alert.node} {state}"
         cause = "They went at one time, so the cause is likely one: the driver, its module, or the machine."
         annotations = {
-            **alert.annotations,
+            **{name: text for name, text in alert.annotations.items() if name != "api_status"},
             "summary": summary,
             "description": f"{summary}: {_gpus_text(alert.gpus)}. {cause}",
             **({"pods": pods} if (pods := _pods_text(alert.gpus)) else {}),
+            **({"api_status": clean(status)} if (status := _evidence_text(group.firing_members)) else {}),
         }
     else:
         annotations = _describe_pods(alert, group, report, rules)
@@ -150,8 +151,7 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     held_since = [member.since for member in firing_members if member.since is not None]
     when = _since_text(firing_members, rule, alert.annotations.get("window"))
     summary = f"{_workload_text(alert.labels)}: {idle} of {held_text} {state}{others_text}{when}"
-    evidence_of_gpus = [f"{_gpu_text(part.gpu)}: {part.evidence}" for part in firing_members if part.evidence]
-    evidence = listed(list(dict.fromkeys(evidence_of_gpus)), "; ")
+    evidence = _evidence_text(firing_members)
     sentences = [
         f"{summary}. {state.partition(',')[0].capitalize()}: {_gpus_text(alert.gpus)}.",
         *(culprits if rule is not None and rule.kind in ALL_GPUS_KINDS else []),
@@ -171,6 +171,12 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
         **({"last_active": last_active} if last_active else {}),
         **({"since": rfc3339(min(held_since))} if held_since else {}),
     }
+
+
+def _evidence_text(members: Iterable[Member]) -> str:
+    """``GPU 0 of gpu-node-1: ...; GPU 1 of ...``, for each part that has evidence; empty if none has."""
+    evidence_of_gpus = [f"{_gpu_text(part.gpu)}: {part.evidence}" for part in members if part.evidence]
+    return listed(list(dict.fromkeys(evidence_of_gpus)), "; ")
 
 
 def _since_text(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:

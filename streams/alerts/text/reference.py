@@ -33,7 +33,7 @@ _SUBJECTS = {
     "memory_hoarded": "A pod holds much of a GPU's memory and hardly uses the GPU.",
     "straggler": "A GPU, or all those of a node, lag behind the others of their workload.",
     "crash_loop": "A pod whose containers crash again and again keeps its GPUs (CrashLoopBackOff).",
-    "used_unallocated": "A GPU works, and no pod was given it.",
+    "used_unallocated": "A GPU works, and nobody was given it.",
     "attribution_conflict": "What runs on a GPU is not what the kubelet gave it to.",
     "xid": "The driver reported an XID error; one alert a code.",
     "ecc_uncorrectable": "Memory errors that ECC could not correct.",

@@ -22,6 +22,7 @@ from topics.alerts import MEMBERS, Alert, AlertGroup, AlertReport, fingerprint, 
 from topics.attributed import Holder, Workload, holder_of_job
 from topics.samples import Job
 from topics.times import MAX_TIME_MS, epoch_ms, time_of
+from topics.workloads import UnwellDevice
 
 SOON_RULES = overlay("""
 [rules.GPUHeldIdle]
@@ -290,6 +291,33 @@ def test_the_alert_of_a_nodes_gpus_names_all_pods_that_held_them(rule: str) -> N
     (alert,) = fired(SOON_RULES, (range(5), "n", [device(0), shared, *parts]), (range(5, 30), "n", [device(0), *gone]))
     assert "GPU 1 of n (ml/a, ml/b); GPU 2 of n (ml/c)." in alert.annotations["description"]
     assert alert.annotations["pods"] == "ml/a, ml/b, ml/c"
+
+
+def test_the_alert_of_a_nodes_gpus_says_of_each_what_the_api_server_does() -> None:
+    healthy, lost = [[device(i, state=state) for i in range(3)] for state in ("ok", "lost")]
+    unwell = (
+        UnwellDevice(gpu(0), health="Unhealthy"),
+        UnwellDevice(gpu(2), taint="gpu.nvidia.com/lost:NoExecute"),
+    )
+    ticks = [tick(s, *(lost if s >= 5 else healthy)) for s in range(30)]
+    replay = Replay(SOON_RULES)
+    alerts = [alert for lost_tick in ticks for alert in replay.judge(msgspec.structs.replace(lost_tick, unwell=unwell))]
+    assert [(alert.name, len(alert.gpus)) for alert in alerts] == [("GPULost", 3)]
+    assert alerts[0].annotations["api_status"] == (
+        "GPU 0 of n: Unhealthy; GPU 2 of n: taint gpu.nvidia.com/lost:NoExecute"
+    )
+
+
+def test_what_the_api_server_says_later_of_a_nodes_gpu_is_in_the_alert_of_the_node() -> None:
+    healthy, lost = [[device(i, state=state) for i in range(2)] for state in ("ok", "lost")]
+    replay = Replay(SOON_RULES)
+    alerts = []
+    for s in range(200):
+        unwell = (UnwellDevice(gpu(1), health="Unhealthy"),) if s >= 30 else ()
+        judged_tick = msgspec.structs.replace(tick(s, *(lost if s >= 5 else healthy)), unwell=unwell)
+        alerts += replay.judge(judged_tick)
+    assert "api_status" not in alerts[0].annotations
+    assert alerts[-1].annotations["api_status"] == "GPU 1 of n: Unhealthy"
 
 
 WORKS: dict[str, Any] = {"busy": 0.9, "power_watts": 600.0, "sm_active_ratio": 0.7}

@@ -58,6 +58,13 @@ def test_a_job_that_held_a_lost_gpu_is_named_as_a_job_and_not_as_a_pod(rule: str
 
 
 @pytest.mark.parametrize("rule", ["GPULost", "GPUMissing"])
+def test_of_a_gpu_that_nobody_held_no_pod_is_spoken_of_for_it_may_be_of_a_batch_node(rule: str) -> None:
+    now = [device(0, state="lost", jobs=())] if rule == "GPULost" else []
+    _, annotations = description_of(rule, tick(0, device(0, jobs=()), device(1)), tick(600, *now, device(1)))
+    assert "pod" not in annotations["description"]
+
+
+@pytest.mark.parametrize("rule", ["GPULost", "GPUMissing"])
 def test_a_lost_gpu_is_shown_as_the_api_server_has_it(rule: str) -> None:
     lost_devices = [device(0, state="lost")] if rule == "GPULost" else []
     unwell = (
@@ -233,9 +240,10 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         (
             "GPUUsedUnallocated",
             [tick(0, device(0, holder("x", observed=True), busy=0.5, processes=(Process(42), Process(43))))],
-            ["GPU 0 of n works, and no pod was given it", "50%", "Seen there: ml/x.", "Processes: 42, 43."],
+            ["GPU 0 of n works, and nobody was given it", "50%", "Seen there: ml/x.", "Processes: 42, 43."],
         ),
         ("GPUUsedUnallocated", [tick(0, device(0, busy=0.5))], ["Its processes are not known."]),
+        ("GPUUsedUnallocated", [tick(0, device(0, busy=0.5, processes=()))], ["The driver lists no process there."]),
         (
             "GPUAttributionConflict",
             [
@@ -256,7 +264,7 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         (
             "GPUXid",
             [tick(0, device(0, events=(AttributedEvent("xid", 79),)))],
-            ["XID 79 on GPU 0 of n: ", "No pod held it then."],
+            ["XID 79 on GPU 0 of n: ", "Nobody held it then."],
         ),
         (
             "GPUXid",
@@ -276,7 +284,7 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         (
             "GPUEccUncorrectable",
             [tick(i, device(0, ecc_uncorrected_volatile_total=2 * i)) for i in (0, 1)],
-            ["had 2 memory errors that ECC could not correct", "No pod holds it."],
+            ["had 2 memory errors that ECC could not correct", "Nobody holds it."],
         ),
         ("GPURowRemapFailure", [tick(0, device(0, holder(), row_remap_failure=1))], ["Held by ml/bert-0.", "replaced"]),
         ("GPURowRemapPending", [tick(0, device(0, row_remap_pending=1))], ["next reset"]),
@@ -354,7 +362,7 @@ def test_a_silent_node_without_pods_was_held_by_none() -> None:
     memory = remember(Memory(), tick(0, device(0)), 1)
     (rule,) = DEFAULTS.of("node_silent")
     state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
-    assert "It had 1 GPU, held by no pod." in describe_silence(rule, state, memory)[1]["description"]
+    assert "It had 1 GPU, held by nobody." in describe_silence(rule, state, memory)[1]["description"]
 
 
 def test_a_silent_node_that_jobs_held_says_so() -> None:
