@@ -236,8 +236,10 @@ def _increases(counter: str, by: str = PROCESS) -> str:
 
 
 def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> Alert:
-    """An alert that more records wait than are processed in a minute. A process that has begun none counts none."""
-    waiting = f"sum by ({PROCESS}) ({lag})"
+    """An alert that more records wait than are processed in a minute. A process that has begun none counts none.
+
+    One that has too little CPU is put out of its group again and again: it has no partitions then, and a lag of 0."""
+    waiting = f"sum by ({PROCESS}) (max_over_time({lag}[2m]))"
     expr = f"{waiting}\n  > 60 * (sum by ({PROCESS}) (rate({ticks}[5m])) or 0 * {waiting})"
     return Alert(name, expr, "warning", f"{ITS} {subject}", description, "5m")
 

@@ -148,6 +148,24 @@ CASES = [
         "20m",
         False,
     ),
+    Case(  # it has too little CPU: its group puts it out, and takes it back
+        "GpustreamRemoteWriteBehind",
+        {
+            f"gpustream_remote_write_lag_records{{{SCRAPED}}}": "500 0 " * 10,
+            f"gpustream_remote_write_records_delivered_total{{{SCRAPED}}}": "0+240x20",
+        },
+        "19m",
+        True,
+    ),
+    Case(
+        "GpustreamRemoteWriteBehind",
+        {
+            f"gpustream_remote_write_lag_records{{{SCRAPED}}}": "0x5 500 0x10",
+            f"gpustream_remote_write_records_delivered_total{{{SCRAPED}}}": "0+240x20",
+        },
+        "12m",
+        False,
+    ),
     Case("GpustreamReceiverFailing", {f"gpustream_remote_write_receiver_failing{{{SCRAPED}}}": "1x9"}, "9m", True),
     Case(
         "GpustreamReceiverFailing", {f"gpustream_remote_write_receiver_failing{{{SCRAPED}}}": "1x3 0 1x4"}, "9m", False
