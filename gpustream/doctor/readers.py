@@ -51,6 +51,7 @@ def groups(situation: Situation) -> CheckResult:
     if situation.groups is None:
         return CheckResult("not known: no broker answers for the groups", looked=False)
     findings, summaries = Findings(), list[str]()
+    stream_groups = [f"gpustream-{name}" for name in STREAMS]
     for group in situation.groups:
         oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
         summaries.append(f"{group.name} " + ("at the end" if oldest is None else f"at {situation.ago(oldest)}"))
@@ -60,9 +61,10 @@ def groups(situation: Situation) -> CheckResult:
                 for lag in group.lags
                 if is_behind(situation, group, lag.oldest_ms) and not _waits_at_transaction(situation, group, lag)
             ]
-            findings += [behind(situation, group, lag) for lag in late]
+            late_ticks = [lag for lag in late if lag.topic == attributed.TOPIC.name]
+            reads_state_beside = group.name in stream_groups and late_ticks
+            findings += [behind(situation, group, lag) for lag in (late_ticks if reads_state_beside else late)]
     findings += _expired_findings(situation.groups)
-    stream_groups = [f"gpustream-{name}" for name in STREAMS]
     rivals = [
         group.name
         for group in situation.groups
@@ -296,6 +298,7 @@ _NOT_READY_NEXT = {
     "kubelet": "docs/runbooks/GpustreamKubeletSilent.md",
     "lease ": "docs/runbooks/GpustreamNoLeader.md",
     "GPU ": "docs/runbooks/GPUNotAnswering.md; `gpustream devices` on the node asks each GPU",
+    "event loop": "it has too little CPU, or hangs: `kubectl top pods`, and its CPU limit; if it uses none, restart it",
 }
 """What to do about a component that is not ready, by words of its reasons."""
 

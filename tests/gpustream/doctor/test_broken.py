@@ -451,6 +451,10 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: remote_write_says("server-error: HTTP 500: oops"),
         "not ready | HTTP 500 | its own log",
     ),
+    "a component has too little CPU": (
+        lambda: see(healthy(), components=[OwnMetrics("http://s", [], "the event loop has not answered for 2 s")]),
+        "http://s: not ready | the event loop has not answered | too little CPU | `kubectl top pods`",
+    ),
     "a kubelet has been silent, and the producer says so": (
         lambda: see(healthy(), components=[silent_kubelet("node: no connection to the kubelet's socket")]),
         "http://n: not ready | no connection to the kubelet's socket | GpustreamKubeletSilent",
@@ -600,3 +604,12 @@ def test_a_node_that_sends_what_it_had_kept_is_not_said_to_have_a_wrong_clock() 
     ]
 
     assert "still sends what it kept" in only_finding(see(records)).cause
+
+
+def test_a_stream_that_is_behind_with_ticks_is_one_finding_whatever_it_has_not_read_of_its_state() -> None:
+    situation = see(healthy())
+    ago_ms = situation.now_ms - 120_000
+    lags = [Lag("gpu.attributed", 500, (3,), ago_ms, 0, 30, 3.0), Lag("gpu.alert-groups", 19, (3,), ago_ms, 0, 0, 3.0)]
+    groups = [READING, Group("gpustream-alerts", "Stable", 1, tuple(lags))]
+    finding = only_finding(situation._replace(groups=groups))
+    assert finding.finding == "gpustream-alerts: 500 records of gpu.attributed not taken yet"
