@@ -33,6 +33,7 @@ _MAX_PASSES = 100
 _PASS_EVERY_S = 0.1  # a broker learns of a change some time after the controller has made it
 CHECK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between checks: a whole fleet may wait for one broker
 NUMBER_OF_PARTITIONS = "its number of partitions"  # the subject of a mismatch that no command mends
+SAMPLES = "gpu.samples"  # the topic by which a --topic-prefix is found
 COMMAND = "gpustream topics create"  # it creates what is missing, mends settings, and tells how to mend the rest
 log = logging.getLogger(__name__)
 
@@ -61,11 +62,15 @@ class Checked(NamedTuple):
 
 
 class ContractMismatch(BrokerError):
-    """Topics are missing or not as they must be; one line for each. A process that this ends logs ``advice``."""
+    """Topics are missing or not as they must be; one line for each. A process that this ends logs ``advice``.
 
-    def __init__(self, mismatches: Iterable[Mismatch], command: str = COMMAND) -> None:
-        self.mismatches, self.command = tuple(mismatches), command
+    ``hint``: another cause than that somebody has to run the command.
+    """
+
+    def __init__(self, mismatches: Iterable[Mismatch], command: str = COMMAND, hint: str = "") -> None:
+        self.mismatches, self.command, self.hint = tuple(mismatches), command, hint
         self.advice = f"`{command}` makes what is missing, mends settings, and says how to mend the rest"
+        self.advice += f"; {hint}" if hint else ""
         super().__init__("\n".join(map(str, self.mismatches)))
 
 
@@ -112,6 +117,23 @@ def command(connection: Connection, by_node: Iterable[TopicDescription] = ()) ->
     return f"{COMMAND}{prefix}{partitions}"
 
 
+def other_prefixes(names: Iterable[str], connection: Connection) -> list[str]:
+    """The prefixes of the topics of gpustream among a broker's topics, without that of this connection."""
+    prefixes = {name.removesuffix(SAMPLES) for name in names if name.endswith(SAMPLES)}
+    return sorted(prefixes - {connection.topic_prefix})
+
+
+def _prefix_hint(names: Iterable[str], connection: Connection) -> str:
+    """Why no topic has the prefix of this connection, if a broker's topics of gpustream have others; empty if none."""
+    ours, *others = [
+        f"with the prefix {prefix!r}" if prefix else "without a prefix"
+        for prefix in (connection.topic_prefix, *other_prefixes(names, connection))
+    ]
+    if not others:
+        return ""
+    return f"there is no topic of gpustream {ours}, but there are some {' and '.join(others)}: is --topic-prefix right?"
+
+
 async def inspect(
     connection: Connection, names: Iterable[str] | None = None
 ) -> tuple[dict[str, TopicDescription], str | None]:
@@ -141,12 +163,14 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     topics = reads | writes | describes
     async with connect(connection) as admin:
         descriptions, _ = await _inspect(admin, [*topics, *optional])
+        has_none = not any(description.partitions for description in descriptions.values())
+        hint = _prefix_hint(await admin.names(), connection) if has_none else ""
     _require(descriptions, {"Read": reads, "Write": writes, "Describe": describes})
     descriptions = {name: description for name, description in descriptions.items() if description.partitions}
     differences = mismatches(topics.values(), descriptions, optional.values())
     if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
         by_node = [descriptions[name] for name in descriptions if (topics | optional)[name].by_node]
-        raise ContractMismatch(breaking, command(connection, by_node))
+        raise ContractMismatch(breaking, command(connection, by_node), hint)
     partitions = {connection.unprefixed(name): descriptions[name].partitions for name in topics}
     return Checked(partitions, tuple(differences))
 
@@ -303,6 +327,7 @@ class TopicCheck:
                 checked = await check(self._connection, self._uses)
             except ContractMismatch as error:
                 reasons = [f"{mismatch}: run `{error.command}`" for mismatch in error.mismatches]
+                reasons += [error.hint] if error.hint else []
             except BrokerError as error:
                 reasons = str(error).splitlines()
             else:

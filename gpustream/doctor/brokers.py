@@ -13,7 +13,7 @@ from delivery.kafka_admin import Acl, BrokerError
 from delivery.values import counted
 from gpustream import acls
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation
-from topics import TOPICS, samples
+from topics import TOPICS
 
 MIN_FREE_RATIO = 0.05
 """A disk is nearly full if less than this ratio of it is free."""
@@ -50,8 +50,6 @@ async def inspect(connection: Connection) -> Kafka:
                 settings_error = str(error)
             existing_layouts = {name: layouts[name] for name in existing}
             groups = (acl.name for needed_acls in COMPONENTS.values() for acl in needed_acls if acl.resource == "Group")
-            same_named = [name for name in await admin.names() if name.endswith(samples.TOPIC.name)]
-            prefixes = {name.removesuffix(samples.TOPIC.name) for name in same_named}
             checkable = [topic for name, topic in contract.items() if name in existing or name not in layouts]
             mismatches = topic_admin.mismatches(checkable, existing_layouts)
             by_node = [layout for name, layout in existing_layouts.items() if contract[name].by_node]
@@ -62,7 +60,7 @@ async def inspect(connection: Connection) -> Kafka:
                 topics={connection.unprefixed(name): layout for name, layout in layouts.items()},
                 settings_error=settings_error,
                 mismatches=[row for row in mismatches if row.subject not in topic_admin.HARMLESS],
-                other_prefixes=sorted(prefixes - {connection.topic_prefix}),
+                other_prefixes=topic_admin.other_prefixes(await admin.names(), connection),
                 acls=await admin.acls(),
                 hidden_groups=await admin.hidden_groups(dict.fromkeys(groups)),
             )

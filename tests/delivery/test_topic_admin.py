@@ -139,6 +139,28 @@ async def test_on_an_embedded_broker_a_missing_topic_is_an_error_and_stays_missi
             await topic_admin.check(Connection(embedded), TopicAccess(("gpu.samples", "gpu.attributed")))
 
 
+async def test_who_has_a_wrong_prefix_is_told_which_one_the_topics_have(embedded: str) -> None:
+    with pytest.raises(topic_admin.ContractMismatch) as raised:
+        await topic_admin.check(Connection(embedded, topic_prefix="pord."), TopicAccess(("gpu.samples",)))
+    assert raised.value.hint == (
+        "there is no topic of gpustream with the prefix 'pord.', but there are some without a prefix: is --topic-prefix"
+        " right?"
+    )
+    assert raised.value.hint in raised.value.advice
+
+
+async def test_whose_topics_are_there_in_part_is_told_no_other_prefix(embedded: str) -> None:
+    with pytest.raises(topic_admin.ContractMismatch) as raised:
+        await topic_admin.check(Connection(embedded), TopicAccess(("gpu.samples", "gpu.attributed")))
+    assert raised.value.hint == ""
+
+
+def test_the_prefixes_of_topics_are_those_that_others_have() -> None:
+    names = ["gpu.samples", "prod.gpu.samples", "prod.gpu.attributed", "pord.gpu.alerts", "orders"]
+    assert topic_admin.other_prefixes(names, Connection("kafka:9092")) == ["prod."]
+    assert topic_admin.other_prefixes(names, Connection("kafka:9092", topic_prefix="pord.")) == ["", "prod."]
+
+
 async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
     with pytest.raises(SettingsUnknown, match="can't be created: the broker has no topic settings"):
         await topic_admin.create(Connection(embedded))

@@ -72,6 +72,13 @@ async def test_the_check_names_missing_topics_and_the_command_to_run_and_ends_wh
     assert sum("segment.ms is 604800000" in line for line in caplog.messages) == 1
 
 
+async def test_the_check_says_that_the_prefix_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ContractMismatch(MISSING.mismatches, hint="is --topic-prefix right?")
+    check, broker = scripted_check(monkeypatch, missing, GOOD)
+    await check.wait(asyncio.Event())
+    assert broker.waiting[1][1:] == ["is --topic-prefix right?"]
+
+
 async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (3600.0,))
     check, broker = scripted_check(monkeypatch, MISSING)
