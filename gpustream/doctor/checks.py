@@ -239,6 +239,8 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
             inexact_reported = (hidden_snapshots and run.without_snapshot == run.inexact) or node.has_two_producers
             findings += _run_findings(name, run_id, run, inexact_reported=inexact_reported)
     group = next((group for group in situation.groups or () if group.name == ATTRIBUTION), None)
+    is_late = group is not None and readers.is_behind(situation, group, evidence.oldest_waiting_ms)
+    late_group = group if is_late else None
     if (
         group is None
         and situation.groups is not None
@@ -251,10 +253,11 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
             f"{counted(totals['waiting'], 'tick')} wait",
             "start `gpustream stream attribution`",
         )
-    elif group is not None and readers.is_behind(situation, group, evidence.oldest_waiting_ms):
-        lag = next((lag for lag in group.lags if lag.topic == samples.TOPIC.name), Lag(samples.TOPIC.name, 0, (), None))
+    elif late_group is not None:  # one that its group puts out for want of CPU attributes ticks again, too
+        no_lag = Lag(samples.TOPIC.name, 0, (), None)
+        lag = next((lag for lag in late_group.lags if lag.topic == samples.TOPIC.name), no_lag)
         waiting = lag._replace(records=totals["waiting"], oldest_ms=evidence.oldest_waiting_ms)
-        findings.append(readers.behind(situation, group, waiting))
+        findings.append(readers.behind(situation, late_group, waiting))
     expiry_reported = any(
         tp.topic == attributed.TOPIC.name for group in situation.groups or () for tp in group.log_starts
     )
@@ -264,7 +267,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
     attributed_once = sum(
         count for fate, count in totals.items() if fate not in ("waiting", "deleted", "hidden", "lost", "dead_lettered")
     )
-    if replayed > MAX_REPLAYED_RATIO * max(attributed_once, 1):
+    if late_group is None and replayed > MAX_REPLAYED_RATIO * max(attributed_once, 1):
         findings.add(
             f"{counted(replayed, 'tick')} of {attributed_once} were attributed again",
             "two workers attribute that are not in one group, or the group's offsets were set back",

@@ -386,6 +386,12 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: see([attributed(seq) for seq in range(1, 61)] + healthy()),
         "60 ticks of 60 were attributed again | not in one group",
     ),
+    "a worker has too little CPU, and its group puts it out again and again": (
+        lambda: see(
+            [*[attributed(seq) for seq in range(1, 61)] * 2, workloads(), snapshot(), *map(sample, range(61, 121))], 60
+        ),
+        "gpustream-attribution: 60 records of gpu.samples not taken yet",
+    ),
     "a worker was never started": (
         lambda: see([record for record in healthy() if record.topic != "gpu.attributed"], 0, groups=[]),
         "nothing is attributed: there is no group gpustream-attribution | has ever run | gpustream stream attribution",
