@@ -23,6 +23,7 @@ from aiokafka.errors import (
     RecordListTooLargeError,
     UnknownError,
 )
+from aiokafka.partitioner import murmur2
 
 from delivery import opening
 from delivery.clients import backoff, close, producer, start_client
@@ -82,6 +83,12 @@ class _PendingRecord:
         loop = asyncio.get_running_loop()
         self.acknowledged: asyncio.Future[int] = loop.create_future()
         self.since_s = loop.time()
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition of a key, of so many: by its murmur2 hash, as in Kafka's Java clients."""
+    key_hash: int = murmur2(key)
+    return (key_hash & 0x7FFFFFFF) % partitions
 
 
 class Sender:

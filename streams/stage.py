@@ -12,13 +12,12 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
-from aiokafka.partitioner import murmur2
 
 from delivery.clock import now_ms
 from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
-from delivery.sender import Unsendable
+from delivery.sender import Unsendable, partition_of
 from delivery.tasks import Turns
 from delivery.watchdog import LATENESS
 from streams.app import ReaderApp
@@ -189,7 +188,7 @@ class Worker(ABC, Generic[P]):
 
     def check_place(self, partition: int, key: bytes) -> None:
         """Count and log a new node whose key does not belong in its partition: another partitioner put it there."""
-        if (murmur2(key) & 0x7FFFFFFF) % self._partition_count != partition:
+        if partition_of(key, self._partition_count) != partition:
             self._instruments.counter(f"gpustream_{self._stage}_misplaced_nodes_total").inc()
             node = key.decode("utf-8", "replace")
             log.warning("%s: it is in partition %s, where murmur2 would not put it", node, partition)

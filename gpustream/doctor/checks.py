@@ -7,6 +7,8 @@ is one function and its row in ``CHECKS``.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from delivery.sender import partition_of
+from delivery.topic_admin import NUMBER_OF_PARTITIONS
 from delivery.values import counted, duration_words
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.clocks import clocks
@@ -16,6 +18,7 @@ from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples
 from topics.samples import silent_after_ms
+from topics.topic import node_key
 
 SILENT_MS = 30_000
 """A node is silent if it has sent no tick for so long, and for three of its intervals."""
@@ -25,6 +28,9 @@ BUFFERED_MS = 2_000
 
 MAX_REPLAYED_RATIO = 0.1
 """If more than this ratio of the ticks was attributed again, a restart is not the cause."""
+
+_MAX_NODES = 5
+"""A finding names at most this many nodes."""
 
 FATE_TEXTS: dict[Fate, str] = {
     "exact": "exact",
@@ -68,7 +74,7 @@ def sent(situation: Situation, evidence: Evidence) -> CheckResult:
                 f"runs {', '.join(map(str, node.runs))}",
                 "stop one of them, or give it a --node of its own",
             )
-    findings += _silence_findings(situation, sending)
+    findings += [*_silence_findings(situation, sending), *_misplaced_findings(situation, sending)]
     if evidence.unreadable["lost"]:
         findings.add(
             f"{counted(evidence.unreadable['lost'], 'record')} of {samples.TOPIC.name} can't be read, and"
@@ -80,6 +86,27 @@ def sent(situation: Situation, evidence: Evidence) -> CheckResult:
     duplicates = sum(run.duplicates for node in sending.values() for run in node.runs.values())
     summary = f"{counted(len(sending), 'node')} sent {counted(ticks, 'tick')} in {counted(runs, 'run')}"
     return CheckResult(f"{summary}, {missing} missing" + (f", {duplicates} sent twice" if duplicates else ""), findings)
+
+
+def _misplaced_findings(situation: Situation, sending: Mapping[NodeName, NodeEvidence]) -> Iterator[Finding]:
+    """A finding for the nodes that another partitioner than Kafka's own has put into a partition of its choice."""
+    layout = situation.kafka.topics.get(samples.TOPIC.name)
+    were_added = any(mismatch.subject == NUMBER_OF_PARTITIONS for mismatch in situation.kafka.mismatches)
+    partitions = 0 if layout is None or were_added else layout.partitions  # 0: not known
+    misplaced = {
+        name: node.partition
+        for name, node in sending.items()
+        if partitions and partition_of(node_key(*name), partitions) != node.partition
+    }
+    if misplaced:
+        texts = [f"{name} in partition {number}" for name, number in misplaced.items()]
+        more = f", and {len(texts) - _MAX_NODES} more" if len(texts) > _MAX_NODES else ""
+        yield Finding(
+            f"{counted(len(misplaced), 'node')} in a partition that is not theirs",
+            "a producer that is not gpustream's wrote them, with another partitioner",
+            ", ".join(texts[:_MAX_NODES]) + more,
+            "docs/runbooks/GpustreamMisplacedNodes.md: use murmur2 of the key, as Kafka's Java clients do",
+        )
 
 
 def _silence_findings(situation: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[Finding]:

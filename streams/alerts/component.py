@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 import msgspec
-from aiokafka.partitioner import murmur2
 
 from delivery.instruments import Instrument, Instruments, named
 from delivery.ledger import Partition, Slot
 from delivery.policies import ALERTS as ALERTS_POLICY
 from delivery.policies import IDLE_AFTER
+from delivery.sender import partition_of
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Node, PartitionNodes, PendingWrite
@@ -289,7 +289,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         for _, fingerprint, record in pending.writes:
             key, value = fingerprint.encode(), memory.encode(record) if record is not None else None
             if isinstance(record, AlertReport):
-                number = (murmur2(key) & 0x7FFFFFFF) % self._partition_count
+                number = partition_of(key, self._partition_count)
                 acks.append(await self.app.sender.send(MEMBERS, value, key=key, partition=number))
             else:
                 headers = [] if record is None else kafka_headers(record)

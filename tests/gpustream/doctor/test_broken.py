@@ -296,8 +296,8 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         "message.timestamp.type is CreateTime",
     ),
     "a partition has no leader": (
-        lambda: see(healthy(), kafka=KAFKA._replace(topics={"gpu.samples": TopicDescription(3, leaderless=(2,))})),
-        "gpu.samples: 1 partition of 3 have no leader | brokers that have the replicas are down | partitions 2;",
+        lambda: see(healthy(), kafka=KAFKA._replace(topics={"gpu.samples": TopicDescription(2, leaderless=(1,))})),
+        "gpu.samples: 1 partition of 2 have no leader | brokers that have the replicas are down | partitions 1;",
     ),
     "too few replicas are in sync": (
         lambda: see(
@@ -377,6 +377,13 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "the node has another name": (
         lambda: see([*healthy(["m"]), *[_holding(record) for record in healthy(["n-1.local"])[1:]]]),
         "c/n-1.local: the API server of c has no node of this name | --node",
+    ),
+    "another partitioner writes a node": (
+        lambda: see(
+            [record._replace(partition=1) for record in healthy()],
+            kafka=KAFKA._replace(topics={**KAFKA.topics, "gpu.samples": TopicDescription(4)}),
+        ),
+        "1 node in a partition that is not theirs | another partitioner | c/n in partition 1 | murmur2",
     ),
     "two groups attribute": (
         lambda: see(healthy(), groups=[READING, _reading_samples("gpustream-mine")]),
