@@ -25,7 +25,7 @@ Pure. Times called ``_s`` are seconds of the reader's monotonic clock. ``ts_ms``
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -287,7 +287,7 @@ def _resolve_missing(
         for name, appeared in snapshot.appeared.items()
         if appeared.beside_others and ts_ms - appeared.at_ms < _MISSING_MS
     }
-    by_uid, may_come = _pods_of(as_of, uids - {pod.uid for pod in by_time.values() if pod}, ts_ms, until_ms)
+    by_uid, may_come = _pods_of(as_of, uids - {pod.uid for pod in by_time.values() if pod}, by_time, time)
     pods, ended, unknown = dict(by_time), set[PodName](), set[PodName]()
     for pod in sorted([pod for pod in by_uid.values() if pod], key=lambda pod: (pod.started_ms or 0, pod.uid)):
         name = (pod.namespace, pod.name)
@@ -324,15 +324,18 @@ def _node_with(late: Iterable[Pod], as_of: AsOf, ts_ms: int) -> NodeFacts:
     return node._replace(admin=node.admin | version_at(workloads.admin, known_ms)[-1].value)
 
 
-def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:
+def _pods_of(
+    as_of: AsOf, uids: AbstractSet[str], listed: Collection[PodName], time: LookupTime
+) -> tuple[dict[str, Pod | None], bool]:
     """The pods of uids, each as in the first record that counts and has it; and whether such a record may yet come.
+    A pod whose name is ``listed`` may have ended: its containers may outlive it, if it was deleted by force.
     No record ever has the uid that the processes of a static pod show."""
     pods: dict[str, Pod | None] = {}
-    may_come = False
+    may_come, until_ms = False, time.logged_ms + HORIZON_MS
     for uid in uids:
         history = as_of.workloads.history_of(uid)
         if history is not None and history[0].ms <= until_ms:
-            pods[uid] = AsOf(as_of.workloads, max(history[0].ms, as_of.logged_ms)).pod_of(uid, ts_ms)
+            pods[uid] = AsOf(as_of.workloads, max(history[0].ms, as_of.logged_ms)).pod_of(uid, time.ts_ms, listed)
         else:
             pods[uid] = None
             may_come |= not is_static_pod(uid)

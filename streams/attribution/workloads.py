@@ -11,7 +11,7 @@ So a reader that has read up to that log time and a reader that is a day further
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -185,13 +185,15 @@ class AsOf(NamedTuple):
         ended = any(after_ms <= ended_ms < ts_ms - LISTED_MS for ended_ms in ends)
         return ended and not any(lifetime.may_be_listed(ts_ms) for lifetime in lifetimes)
 
-    def pod_of(self, uid: str, ts_ms: int) -> Pod | None:
-        """The pod of a uid, in its version of a time at which it ran; None: no such pod ran then."""
+    def pod_of(self, uid: str, ts_ms: int, listed: Collection[PodName] = ()) -> Pod | None:
+        """The pod of a uid, in its version of a time; None: no such pod ran then, nor is its name in ``listed``."""
         history = self.workloads.history_of(uid)
         lifetime = _known_at(history, self.logged_ms) if history else None
-        if lifetime is None or lifetime.distance_ms(ts_ms) > TOLERANCE_MS:
+        if lifetime is None:
             return None
-        return version_at(lifetime.versions, ts_ms)
+        pod = version_at(lifetime.versions, ts_ms)
+        is_meant = lifetime.distance_ms(ts_ms) <= TOLERANCE_MS or (pod.namespace, pod.name) in listed
+        return pod if is_meant else None
 
     def node_at(self, ts_ms: int) -> NodeFacts:
         """The node at a time."""

@@ -4,7 +4,7 @@ Nothing here is shared with the join: no state, no pruning, no order of arrival 
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from topics.allocations import Allocations
@@ -65,7 +65,9 @@ def answer(logs: Logs, offset: int) -> Answer:
     later_ms = [ms for ms in sorted(set(logs.workloads_logged_ms)) if abs(ms - logged_ms) <= 2_000]
     versions = [logs.workloads_by(sample.node, ms) for ms in (logged_ms - 2_000, *later_ms)]
     attribution, snapshot = _snapshot(snapshots, sample, sample.allocations_seq, logs.runs[sample.node])
-    by_uid = {uid: first_version_of(uid, versions, sample.ts_ms) for uid in _uids(sample)} if versions[0] else {}
+    listed = {(c.namespace, c.pod) for c in snapshot.containers} if snapshot else set()
+    uids = _uids(sample) if versions[0] else set()
+    by_uid = {uid: first_version_of(uid, versions, sample.ts_ms, listed) for uid in uids}
     holders = _holdings_of(versions, snapshots, snapshot, sample, sample.ts_ms, by_uid)
     conflicts: dict[str, str | None] = {device.uuid: None for device in sample.devices}
     for device in sample.devices if snapshot else ():
@@ -179,11 +181,13 @@ def _uids(sample: Sample) -> set[str]:
     return {uid for device in sample.devices for uid in _process_uids(device) if uid is not None}
 
 
-def first_version_of(uid: str, versions: Sequence[list[NodeWorkloads]], ts_ms: int) -> Pod | None:
+def first_version_of(
+    uid: str, versions: Sequence[list[NodeWorkloads]], ts_ms: int, listed: Collection[tuple[str, str]]
+) -> Pod | None:
     """The pod of a uid, by the first records that have it."""
     for records in versions:
         if any(pod.uid == uid for record in records for pod in record.pods):
-            return pod_of(records, uid, ts_ms)
+            return pod_of(records, uid, ts_ms, listed)
     return None
 
 
@@ -333,12 +337,11 @@ def has_ended(
     return is_over and all(end is not None and end + LISTED_MS < ts_ms for end in ends_of_started)
 
 
-def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None:
-    """The pod of that uid, where it ran within the tolerance of a time, as it was then."""
-    having = [r for r in records if any(p.uid == uid for p in r.pods)]
-    if not having or _distance_ms(records, uid, ts_ms) > TOLERANCE_MS:
-        return None
-    return _version_of(records, uid, ts_ms)
+def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int, listed: Collection[tuple[str, str]]) -> Pod | None:
+    """The pod of that uid, as it was at a time: if it ran then, within the tolerance, or if its name is listed."""
+    pod = _version_of(records, uid, ts_ms)
+    ran = _distance_ms(records, uid, ts_ms) <= TOLERANCE_MS
+    return pod if ran or (pod.namespace, pod.name) in listed else None
 
 
 def _version_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:

@@ -302,6 +302,18 @@ def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
     assert uids_held == {"old": ["old"], "new": ["new"], None: ["old"]}
 
 
+@pytest.mark.parametrize("ts_ms", [23_000, 60_000])
+def test_the_process_of_a_pod_that_was_deleted_by_force_shows_that_its_name_does_not_mean_the_next_one_yet(
+    ts_ms: int,
+) -> None:
+    deleted = workloads(1, pod("p", uid="old", started=1_000, ended=20_000), pod("p", uid="new", started=20_500))
+    samples = [tick(n, 1, ts_ms=ts_ms, processes=((process(uid),),)) for n, uid in enumerate(("old", "new", None))]
+    _, joined_ticks = run(join.NEW, logged(deleted), SNAPSHOT, *map(pending, samples))
+
+    assert (uids(joined_ticks), unknown(joined_ticks)) == (["old", "new", "new"], [False] * 3)
+    assert [output.sample.devices[0].conflict for output in joined_ticks] == [None, None, "no_pod"]
+
+
 def test_a_process_of_a_pod_that_is_not_known_yet_is_waited_for_although_its_name_is() -> None:
     sample = tick(1, 1, ts_ms=20_100, processes=((process("new"),),))
     state, joined_ticks = run(join.NEW, logged(workloads(1, OLD)), SNAPSHOT, pending(sample, watermark_ms=8_000))
