@@ -177,11 +177,14 @@ class AsOf(NamedTuple):
 
     def has_ended(self, name: PodName, ts_ms: int, missing_ms: int | None = None) -> bool:
         """Whether a pod of a name is reported to have ended long before a time, and the name can mean no other pod.
-        ``missing_ms``: a snapshot of that time lacks the name, so it does not mean a pod that had ended by then."""
+        ``missing_ms``: a snapshot of that time lacks the name, so it does not mean a pod that had ended by then: the
+        kubelet may drop a pod from its list before the API server reports its end, and their clocks differ."""
         lifetimes = self._lifetimes(name)
         ends = [end.value for end in self.workloads.ends.get(name, ()) if end.ms <= self.logged_ms]
         ends += [lifetime.ended_ms for lifetime in lifetimes if lifetime.end_reported and lifetime.ended_ms is not None]
-        after_ms = ts_ms - REMEMBERED_MS if missing_ms is None else max(ts_ms - REMEMBERED_MS, missing_ms + 1)
+        after_ms = (
+            ts_ms - REMEMBERED_MS if missing_ms is None else max(ts_ms - REMEMBERED_MS, missing_ms + TOLERANCE_MS + 1)
+        )
         ended = any(after_ms <= ended_ms < ts_ms - LISTED_MS for ended_ms in ends)
         return ended and not any(lifetime.may_be_listed(ts_ms) for lifetime in lifetimes)
 

@@ -325,13 +325,13 @@ def has_ended(
     records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int, missing_ms: int | None = None
 ) -> bool:
     """Whether a pod of that name is reported to have ended more than 10 s before a time, and none started since. A pod
-    that had ended before the name was missing from the snapshots is not the one that came back."""
+    that ended at most 2 s after the name went missing from the snapshots is not the one that came back."""
     uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
     reported_ends = [[p.ended_ms for r in records for p in r.pods if p.uid == uid][-1] for uid in uids]
     lifetimes = [_lifetime(records, uid) for uid in uids]
     ends_of_started = [end for started, end in lifetimes if started is None or started <= ts_ms + TOLERANCE_MS]
     is_over = any(
-        end is not None and end + LISTED_MS < ts_ms and (missing_ms is None or end > missing_ms)
+        end is not None and end + LISTED_MS < ts_ms and (missing_ms is None or end > missing_ms + TOLERANCE_MS)
         for end in reported_ends
     )
     return is_over and all(end is not None and end + LISTED_MS < ts_ms for end in ends_of_started)

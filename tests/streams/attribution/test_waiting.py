@@ -294,6 +294,18 @@ def test_a_name_that_comes_back_after_its_pods_end_is_no_pod_that_is_over_howeve
     assert pods_held(run(join.NEW, logged(ended_workloads), *snapshots, later)[1]) == [[]]
 
 
+@pytest.mark.parametrize(("ended_ms", "held"), [(20_100, ["p"]), (22_000, ["p"]), (22_001, [])])
+def test_the_kubelet_may_drop_a_pod_two_seconds_before_its_end_is_reported(ended_ms: int, held: list[str]) -> None:
+    ended_workloads = workloads(1, pod("p", uid="old", started=1_000, ended=ended_ms), pod("q"))
+    p, q = container("p", gpu(0)), container("q", gpu(1))
+    snapshots = snapshot(1, p, q), snapshot(2, q, ts_ms=20_000), snapshot(3, p, q, ts_ms=40_000)
+    ticks = [pending(tick(n, 3, ts_ms=ms)) for n, ms in enumerate((40_000, 60_000))]
+    _, joined_ticks = run(join.NEW, logged(ended_workloads), *snapshots, *ticks)
+
+    assert pods_held(joined_ticks) == [held, held]
+    assert not held or unknown(joined_ticks) == [True, True]
+
+
 def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
     both = logged(workloads(1, pod("p", uid="old", started=1_000, ended=20_500), NEW))
     samples = {uid: tick(1, 1, ts_ms=20_100, processes=((process(uid),),)) for uid in ("old", "new", None)}
