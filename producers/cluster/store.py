@@ -109,11 +109,10 @@ class Store:
             return None
         if deferred and exists:
             self._changed_nodes[node] = None
-        taints_by_device = self.slices.of_node(node) if exists else {}
+        taints_by_device = self.slices.of_node(node)  # also of a removed node: its pods hold them for 10 s more
         dra = [msgspec.to_builtins(device) for device in taints_by_device]
-        admin_claims = self.claims.of_pools(self.slices.pools_of(node)) if exists else ()
-        admin = [msgspec.to_builtins(claim) for claim in admin_claims]
-        unwell_devices = devices.tainted(taints_by_device, self.taint_rules.values())
+        admin = [msgspec.to_builtins(claim) for claim in self.claims.of_pools(self.slices.pools_of(node))]
+        unwell_devices = devices.tainted(taints_by_device, self.taint_rules.values()) if exists else {}
         uuids = {f"{device.driver}/{device.pool}/{device.device}": device.uuid for device in taints_by_device}
         rows = []
         for pod in self.pods.on_node(node):

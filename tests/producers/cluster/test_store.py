@@ -223,12 +223,23 @@ def test_a_pod_on_an_unknown_node_is_reported_when_the_node_appears() -> None:
 def test_the_last_record_of_a_node_ends_its_pods() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(), NOW_MS)
-    cluster.put_slice(slice_())
     cluster.remove_node("n1", NOW_MS + 5)
     last = reported(cluster)
 
-    assert (last.removed, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW_MS + 5, [])
+    assert (last.removed, last.pods[0]["ended_ms"]) == (True, NOW_MS + 5)
     assert (cluster.pop_content("n1"), cluster.changed_nodes()) == (None, [])
+
+
+def test_the_last_record_of_a_node_has_its_devices_which_its_pods_hold_a_little_longer() -> None:
+    cluster = state("n1")
+    cluster.put_slice(slice_(taints=[{"key": "example.com/xid", "effect": "NoExecute"}]))
+    cluster.put_claim(claim(), NOW_MS)
+    before = reported(cluster)
+    cluster.remove_node("n1", NOW_MS + 5)
+    last = reported(cluster)
+
+    assert (last.removed, last.dra_devices, last.admin_claims) == (True, before.dra_devices, before.admin_claims)
+    assert (len(last.dra_devices), len(last.admin_claims), len(before.unwell), last.unwell) == (2, 1, 1, [])
 
 
 def test_a_node_that_comes_back_has_the_pods_that_it_still_has() -> None:
