@@ -131,7 +131,7 @@ def gpus_of(
             mig_devices = list({device.uuid: device for device in devices if device.mig is not None}.values())
             first = next((device for device in devices if device.mig is None), first)
         if uuid not in slices_by_gpu:  # no tick has reported into how many slices it can be cut
-            without_mig = first.mig is None and first.info.mig_mode is None
+            without_mig = not mig_devices and first.info.mig_mode is None
             slices_by_gpu[uuid] = 1 if without_mig else model_slices(first.model)
         shares = [_share(device, last_accounts, split) for device in mig_devices]
         shares.append(_share(first if first.mig is None else CountedDevice(uuid), last_accounts, split))

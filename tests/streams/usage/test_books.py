@@ -155,6 +155,17 @@ def test_a_gpu_whose_slices_are_not_reported_has_those_of_its_model_if_it_can_be
     assert (row.of, row.slice_ms) == (slices, 60_000 * slices)
 
 
+def test_a_gpu_that_has_mig_devices_can_be_cut_though_its_tick_says_no_more_of_it() -> None:
+    devices = gpu(compute_slices=None), mig("MIG-1", "3g.40gb", A), mig("MIG-2", "3g.40gb", holder("b"))
+    window = BookkeeperHarness().play(*seconds(0, 60, *devices)).window(0, MINUTE_MS)
+
+    assert {key[:2]: (row.of, row.slice_ms) for key, row in window.items() if row.device_ms} == {
+        ("MIG-1", "held"): (7, 3 * MINUTE_MS),
+        ("MIG-2", "held"): (7, 3 * MINUTE_MS),
+        ("GPU-a", "free"): (7, MINUTE_MS),
+    }
+
+
 def test_a_device_that_does_not_answer_is_lost_whoever_holds_it() -> None:
     harness = BookkeeperHarness().play(
         *seconds(0, 29, gpu("GPU-a", A)), *seconds(30, 60, gpu("GPU-a", A, state="lost"))
