@@ -2,9 +2,9 @@
 
 In: a sample, and each snapshot that it or its events name, with its pods. Out: the record of gpu.attributed. Pure.
 
-A pod that a snapshot names holds nothing if gpu.workloads reports that it ended long before the sample, if none of its
-processes is seen, and if no pod of that name may still run: a kubelet lists an ended pod until its devices are needed
-again. A pod does not hold a device to which a claim for administration gives it access, as monitoring has.
+A pod that a snapshot names holds nothing if gpu.workloads reports that it ended long before the sample, and if no pod
+of that name may still run: a kubelet lists an ended pod until its devices are needed again. A pod does not hold a
+device to which a claim for administration gives it access, as monitoring has.
 
 An event names the snapshot of its own time, because another pod may have the device by the time of the tick. The pods
 of an event are looked up as of the event, at most a minute before the tick: they are remembered for that long.

@@ -328,7 +328,7 @@ def _pods_of(
     as_of: AsOf, uids: AbstractSet[str], listed: Collection[PodName], time: LookupTime
 ) -> tuple[dict[str, Pod | None], bool]:
     """The pods of uids, each as in the first record that counts and has it; and whether such a record may yet come.
-    A pod whose name is ``listed`` may have ended: its containers may outlive it, if it was deleted by force.
+    A pod whose name is ``listed`` may have ended shortly before: its containers outlive it if it was deleted by force.
     No record ever has the uid that the processes of a static pod show."""
     pods: dict[str, Pod | None] = {}
     may_come, until_ms = False, time.logged_ms + HORIZON_MS

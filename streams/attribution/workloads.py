@@ -189,14 +189,15 @@ class AsOf(NamedTuple):
         return ended and not any(lifetime.may_be_listed(ts_ms) for lifetime in lifetimes)
 
     def pod_of(self, uid: str, ts_ms: int, listed: Collection[PodName] = ()) -> Pod | None:
-        """The pod of a uid, in its version of a time; None: no such pod ran then, nor is its name in ``listed``."""
+        """The pod of a uid, in its version of a time; None: no such pod ran then. One whose name is in ``listed`` may
+        run for as long as it may be listed."""
         history = self.workloads.history_of(uid)
         lifetime = _known_at(history, self.logged_ms) if history else None
         if lifetime is None:
             return None
         pod = version_at(lifetime.versions, ts_ms)
-        is_meant = lifetime.distance_ms(ts_ms) <= TOLERANCE_MS or (pod.namespace, pod.name) in listed
-        return pod if is_meant else None
+        is_listed = (pod.namespace, pod.name) in listed and lifetime.may_be_listed(ts_ms)
+        return pod if is_listed or lifetime.distance_ms(ts_ms) <= TOLERANCE_MS else None
 
     def node_at(self, ts_ms: int) -> NodeFacts:
         """The node at a time."""

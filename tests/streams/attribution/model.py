@@ -338,10 +338,13 @@ def has_ended(
 
 
 def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int, listed: Collection[tuple[str, str]]) -> Pod | None:
-    """The pod of that uid, as it was at a time: if it ran then, within the tolerance, or if its name is listed."""
+    """The pod of that uid, as it was at a time: if it ran then, within the tolerance, or if its name is listed and it
+    ended at most 10 s before."""
     pod = _version_of(records, uid, ts_ms)
     ran = _distance_ms(records, uid, ts_ms) <= TOLERANCE_MS
-    return pod if ran or (pod.namespace, pod.name) in listed else None
+    started, end = _lifetime(records, uid)
+    may_run = (started is None or started - ts_ms <= TOLERANCE_MS) and (end is None or ts_ms - end <= LISTED_MS)
+    return pod if ran or ((pod.namespace, pod.name) in listed and may_run) else None
 
 
 def _version_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:
