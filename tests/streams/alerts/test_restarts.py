@@ -172,14 +172,11 @@ def reports(broker: Broker) -> dict[tuple[str, str], list[AlertReport]]:
 
 
 def read_once(broker: Broker) -> tuple[dict[bytes | None, list[bytes]], dict[bytes | None, bytes]]:
-    """The alerts of several GPUs, and the groups, of a worker that reads each report once and is never killed."""
+    """The alerts of several GPUs, and the groups, of a worker that reads all reports once, in order, and is never
+    killed. Those that were sent again are among them: one about ranks may be of use only then."""
     alerts: dict[bytes | None, list[bytes]] = {}
     states: dict[bytes | None, AlertGroup] = {}
-    values: set[bytes | None] = set()
     for offset, record in enumerate(broker.logs[MEMBERS]):
-        if record.value in values:
-            continue
-        values.add(record.value)
         step = groups.step(states.get(record.key), groups.decode_report(record.value or b""), offset, SHORT_RULES)
         states[record.key] = step.group
         for alert in step.alerts:
