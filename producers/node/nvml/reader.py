@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from delivery.instruments import Instruments
+from delivery.values import counted
 from producers.node import instruments as names
 from producers.node.nvml.calls import LONGEST_WAIT, CallAbandoned, FailedCall, GpuLost, LeftOut
 from producers.node.nvml.gpu import GpuReading, PhysicalGpu, log_fields, without_values
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 TIMEOUT = "TIMEOUT"  # the error of a call that has not returned
 MAX_ABANDONED = 4  # threads of one GPU whose calls do not return, beside the thread that reads
 SHORTEST_CHECK_S = 0.01
-_MAX_SLOW_CALLS = 3  # so many slow calls of a GPU are named
 _QUICK_S = 0.1  # a reading that took less and came too late had to wait for the processor
 
 
@@ -163,9 +163,8 @@ class GpuReader:
 
     def not_ready(self) -> list[str]:
         slow_calls = [f"{self.title}: {call} {detail}" for call, detail in self.gpu.calls.slow().items()]
-        if len(slow_calls) > _MAX_SLOW_CALLS:
-            more = len(slow_calls) - _MAX_SLOW_CALLS
-            slow_calls[_MAX_SLOW_CALLS:] = [f"{self.title}: {more} more calls are slow and left out"]
+        if more := len(slow_calls[MAX_ABANDONED:]):  # as many are named as may never return
+            slow_calls[MAX_ABANDONED:] = [f"{self.title}: also {counted(more, 'call')}, slow and left out"]
         if self._is_silent:
             silent_s, call = self._worker.busy_s(), self.gpu.calls.current_call
             return [f"{self.title} has not answered for {silent_s:.0f} s ({call})", *slow_calls]
