@@ -54,15 +54,23 @@ class Logs(NamedTuple):
 
     def workloads_by(self, node: str, until_ms: int) -> list[NodeWorkloads]:
         """The records of a node that were logged until then."""
-        logged = zip(self.workloads_logged_ms, self.workloads, strict=True)
-        return accepted(record for at_ms, record in logged if record.node == node and at_ms <= until_ms)
+        return [record for at_ms, record in self.logged(node) if at_ms <= until_ms]
+
+    def logged(self, node: str) -> list[tuple[int, NodeWorkloads]]:
+        """The records of a node that count, with their log times. Each is logged 1 ms after the last one or later."""
+        logged: list[tuple[int, NodeWorkloads]] = []
+        for at_ms, record in zip(self.workloads_logged_ms, self.workloads, strict=True):
+            counted = [known for _, known in logged]
+            if record.node == node and len(accepted([*counted, record])) > len(counted):
+                logged.append((max(at_ms, logged[-1][0] + 1 if logged else 0), record))
+        return logged
 
 
 def answer(logs: Logs, offset: int) -> Answer:
     """The attribution that the join must give to a sample."""
     sample, logged_ms = logs.samples[offset], logs.samples_logged_ms[offset]
     snapshots = [a for a in logs.allocations if a.node == sample.node]
-    later_ms = [ms for ms in sorted(set(logs.workloads_logged_ms)) if abs(ms - logged_ms) <= 2_000]
+    later_ms = [ms for ms, _ in logs.logged(sample.node) if abs(ms - logged_ms) <= 2_000]
     versions = [logs.workloads_by(sample.node, ms) for ms in (logged_ms - 2_000, *later_ms)]
     attribution, snapshot = _snapshot(snapshots, sample, sample.allocations_seq, logs.runs[sample.node])
     listed = {(c.namespace, c.pod) for c in snapshot.containers} if snapshot else set()
