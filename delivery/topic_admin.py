@@ -20,6 +20,7 @@ from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Settings
 from delivery.log_throttle import LogThrottle
 from delivery.settings import TopicAccess
 from delivery.tasks import until_stopped
+from topics import samples
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 _AT_LEAST = ("retention.ms", "max.message.bytes")  # a larger value is as good; retention.ms of -1 is for ever
@@ -33,7 +34,6 @@ _MAX_PASSES = 100
 _PASS_EVERY_S = 0.1  # a broker learns of a change some time after the controller has made it
 CHECK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between checks: a whole fleet may wait for one broker
 NUMBER_OF_PARTITIONS = "its number of partitions"  # the subject of a mismatch that no command mends
-SAMPLES = "gpu.samples"  # the topic by which a --topic-prefix is found
 COMMAND = "gpustream topics create"  # it creates what is missing, mends settings, and tells how to mend the rest
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def command(connection: Connection, by_node: Iterable[TopicDescription] = ()) ->
 
 def other_prefixes(names: Iterable[str], connection: Connection) -> list[str]:
     """The prefixes of the topics of gpustream among a broker's topics, without that of this connection."""
-    prefixes = {name.removesuffix(SAMPLES) for name in names if name.endswith(SAMPLES)}
+    prefixes = {name.removesuffix(samples.TOPIC.name) for name in names if name.endswith(samples.TOPIC.name)}
     return sorted(prefixes - {connection.topic_prefix})
 
 

@@ -266,8 +266,7 @@ def attribution(situation: Situation, evidence: Evidence) -> CheckResult:
             inexact_reported = (hidden_snapshots and run.without_snapshot == run.inexact) or node.has_two_producers
             findings += _run_findings(name, run_id, run, inexact_reported=inexact_reported)
     group = next((group for group in situation.groups or () if group.name == ATTRIBUTION), None)
-    is_late = group is not None and readers.is_behind(situation, group, evidence.oldest_waiting_ms)
-    late_group = group if is_late else None
+    late_group = group if group and readers.is_behind(situation, group, evidence.oldest_waiting_ms) else None
     if (
         group is None
         and situation.groups is not None

@@ -64,8 +64,10 @@ def _two_leaders_findings(evidence: Evidence) -> Iterator[Finding]:
     }
     for cluster, epochs_ms in evidence.epochs_ms.items():
         newest, (began_ms, _) = max(epochs_ms.items())
-        older = [epoch for epoch, (_, last_ms) in epochs_ms.items() if last_ms - began_ms > TAKEOVER_MS]
-        if others := [epoch for epoch in older if epoch != newest]:
+        others = [
+            epoch for epoch, (_, last_ms) in epochs_ms.items() if epoch != newest and last_ms - began_ms > TAKEOVER_MS
+        ]
+        if others:
             text = f"epoch {max(others)} is written a minute after epoch {newest} began, of other nodes"
             shown_by.setdefault(cluster, text)
     for cluster, text in shown_by.items():

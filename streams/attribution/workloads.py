@@ -182,9 +182,9 @@ class AsOf(NamedTuple):
         lifetimes = self._lifetimes(name)
         ends = [end.value for end in self.workloads.ends.get(name, ()) if end.ms <= self.logged_ms]
         ends += [lifetime.ended_ms for lifetime in lifetimes if lifetime.end_reported and lifetime.ended_ms is not None]
-        after_ms = (
-            ts_ms - REMEMBERED_MS if missing_ms is None else max(ts_ms - REMEMBERED_MS, missing_ms + TOLERANCE_MS + 1)
-        )
+        after_ms = ts_ms - REMEMBERED_MS
+        if missing_ms is not None:
+            after_ms = max(after_ms, missing_ms + TOLERANCE_MS + 1)
         ended = any(after_ms <= ended_ms < ts_ms - LISTED_MS for ended_ms in ends)
         return ended and not any(lifetime.may_be_listed(ts_ms) for lifetime in lifetimes)
 
