@@ -12,7 +12,7 @@ from delivery.connection import Connection
 from delivery.kafka_admin import Acl, BrokerError
 from delivery.values import counted
 from gpustream import acls
-from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation
+from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation, first_of
 from topics import TOPICS
 
 MIN_FREE_RATIO = 0.05
@@ -225,7 +225,7 @@ def _transaction_findings(situation: Situation) -> Iterator[Finding]:
             f"{topic}: {counted(len(ours), 'partition')} can't be read to the end: a transaction is open",
             "its producer hangs or was killed, and transaction.timeout.ms has not passed; of gpustream only"
             " `dead-letters resubmit` has transactions, of 20 s at most",
-            "; ".join(partitions[:5]) + (f"; and {len(partitions) - 5} more" if len(partitions) > 5 else ""),
+            first_of(partitions),
             f"`kafka-transactions.sh --bootstrap-server HOST:PORT describe-producers {place}` names the producer; end"
             f" it, then its transaction: `abort {place} --start-offset {first.offset}`",
         )

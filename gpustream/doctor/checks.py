@@ -15,7 +15,7 @@ from gpustream.doctor.clocks import clocks
 from gpustream.doctor.evidence import Evidence, Fate, NodeEvidence, NodeName, SampledRun
 from gpustream.doctor.leaders import leaders
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
-from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation
+from gpustream.doctor.situation import CheckResult, Finding, Findings, Lag, Situation, first_of
 from topics import allocations, attributed, samples
 from topics.samples import silent_after_ms
 from topics.topic import node_key
@@ -28,9 +28,6 @@ BUFFERED_MS = 2_000
 
 MAX_REPLAYED_RATIO = 0.1
 """If more than this ratio of the ticks was attributed again, a restart is not the cause."""
-
-_MAX_NODES = 5
-"""A finding names at most this many nodes."""
 
 FATE_TEXTS: dict[Fate, str] = {
     "exact": "exact",
@@ -100,11 +97,10 @@ def _misplaced_findings(situation: Situation, sending: Mapping[NodeName, NodeEvi
     }
     if misplaced:
         texts = [f"{name} in partition {number}" for name, number in misplaced.items()]
-        more = f", and {len(texts) - _MAX_NODES} more" if len(texts) > _MAX_NODES else ""
         yield Finding(
             f"{counted(len(misplaced), 'node')} in a partition that is not theirs",
             "a producer that is not gpustream's wrote them, with another partitioner",
-            ", ".join(texts[:_MAX_NODES]) + more,
+            first_of(texts, ", "),
             "docs/runbooks/GpustreamMisplacedNodes.md: use murmur2 of the key, as Kafka's Java clients do",
         )
 

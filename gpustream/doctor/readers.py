@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from delivery.ledger import Partition
 from delivery.values import counted, duration_words
 from gpustream.doctor.evidence import Evidence, NodeName
-from gpustream.doctor.situation import CheckResult, Finding, Findings, Group, Lag, OwnMetrics, Prometheus, Situation
+from gpustream.doctor.situation import (
+    CheckResult,
+    Finding,
+    Findings,
+    Group,
+    Lag,
+    OwnMetrics,
+    Prometheus,
+    Situation,
+    first_of,
+)
 from sinks import SINKS
 from streams import STREAMS
 from topics import attributed, samples
@@ -38,9 +48,6 @@ SCRAPED_AFTER_MS = 60_000
 """By default Prometheus scrapes once in so long, and that is how old its newest sample may be."""
 
 NOT_KNOWN = "not known"
-
-_MAX_PARTITIONS = 5
-"""A finding names at most this many partitions."""
 
 
 # -- consumer groups
@@ -106,13 +113,12 @@ def _expired_findings(groups: Sequence[Group]) -> list[Finding]:
                 f" {group.name} has finished up to {group.committed[tp]}"
                 for tp, offset in sorted(log_starts.items())
             ]
-        more = f"; and {len(partitions) - _MAX_PARTITIONS} more" if len(partitions) > _MAX_PARTITIONS else ""
         findings.add(
             f"records of {topic} were deleted before they were read: "
             + ", ".join(f"{number} that {name} lacks" for name, number in counts.items()),
             "the group was away or behind for longer than the topic keeps them (retention.ms, retention.bytes), or"
             " somebody deleted them (kafka-delete-records, the topic made again)",
-            "; ".join(partitions[:_MAX_PARTITIONS]) + more,
+            first_of(partitions),
             "docs/runbooks/GpustreamRecordsExpired.md: a member that starts goes on with the oldest record that is"
             " left; `gpustream topics create` sets a topic's retention right again",
         )

@@ -24,6 +24,16 @@ class Finding(msgspec.Struct, frozen=True):
     next: str
 
 
+MAX_NAMED = 5
+"""A finding names at most this many of the same kind."""
+
+
+def first_of(texts: Sequence[str], separator: str = "; ") -> str:
+    """The first of some texts, and how many more there are."""
+    more = len(texts) - MAX_NAMED
+    return separator.join(texts[:MAX_NAMED]) + (f"{separator}and {more} more" if more > 0 else "")
+
+
 class Findings(list[Finding]):
     """The findings of one check."""
 
