@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from delivery.sender import partition_of
 from delivery.topic_admin import NUMBER_OF_PARTITIONS
 from delivery.values import counted, duration_words
-from gpustream.doctor import brokers, pods, readers
+from gpustream.doctor import brokers, components, pods, readers
 from gpustream.doctor.clocks import clocks
 from gpustream.doctor.evidence import Evidence, Fate, NodeEvidence, NodeName, SampledRun
 from gpustream.doctor.leaders import leaders
@@ -378,7 +378,7 @@ CHECKS: dict[str, Callable[[Situation, Evidence], CheckResult]] = {
     "attributed": attribution,
     "groups": lambda situation, _: readers.groups(situation),
     "dead letters": dead_letters,
-    "components": lambda situation, _: readers.components(situation),
+    "components": lambda situation, _: components.components(situation),
     "prometheus": readers.prometheus,
 }
 """The checks, in the order in which an operator would look."""

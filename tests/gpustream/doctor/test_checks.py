@@ -12,8 +12,9 @@ from delivery.kafka_admin import TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
+from gpustream.doctor.components import components
 from gpustream.doctor.evidence import Evidence, NodeName
-from gpustream.doctor.readers import ATTRIBUTION, components
+from gpustream.doctor.readers import ATTRIBUTION
 from gpustream.doctor.situation import (
     CheckResult,
     Finding,
