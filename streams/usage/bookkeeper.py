@@ -181,7 +181,13 @@ class Bookkeeper:
     # -- which accounts time is booked to
 
     def _numbers_of(self, gpu: Gpu, share: DeviceShare) -> tuple[int, ...]:
-        """The numbers of the accounts to which the time of a device is booked, one for each holder."""
+        """The numbers of the accounts to which the time of a device is booked, one for each holder.
+
+        Within a minute the last workload and labels count, so an account that is in no closed minute is changed. Labels
+        change, and pods come and go, as often as tenants like: if the books have very many labels, no more are added
+        but the team's.
+        """
+        accounts = self.books.accounts
         if not share.accounts.identities:
             category = "lost" if share.accounts.identities is None else "free"
             return (self._account_without_holder(gpu.uuid, share.uuid, category),)
@@ -189,32 +195,20 @@ class Bookkeeper:
         for namespace, pod, pod_uid, container, _, *owner in share.accounts.identities:
             name = (gpu.uuid, share.uuid, "held", namespace, pod, pod_uid, container)
             number = self._account_numbers.get(name)
-            if number is None or owner != self.books.accounts[number].owner:
+            if number is None or owner != accounts[number].owner:
                 workload, labels, namespace_labels = owner
                 workload_of(workload), labels_of(labels), labels_of(namespace_labels)
-                number = self._account_of(Account(*name, workload, labels, namespace_labels), number)
+                account = Account(*name, workload, labels, namespace_labels)
+                if self._owner_bytes > MOST_OWNER_BYTES:
+                    account = of_team(account, self._policy.team_label)
+                is_closed = any(number in hour.rows for hour in self.books.hours)
+                if number is None or (is_closed and account != accounts[number]):
+                    number = self._open_account(account)
+                else:
+                    self._owner_bytes += account.owner_bytes - accounts[number].owner_bytes
+                    accounts[number] = account
             numbers.append(number)
         return tuple(numbers)
-
-    def _account_of(self, account: Account, number: int | None) -> int:
-        """The number of an account whose holder has another workload or other labels than in ``number``, or is new.
-
-        Within a minute the last workload and labels count, so an account that is in no closed minute is changed. Labels
-        change, and pods come and go, as often as tenants like: if the books have very many labels, no more are added
-        but the team's.
-        """
-        if self._owner_bytes > MOST_OWNER_BYTES:
-            account = of_team(account, self._policy.team_label)
-        if number is None:
-            return self._open_account(account)
-        before = self.books.accounts[number]
-        if before == account:
-            return number
-        if any(number in hour.rows for hour in self.books.hours):
-            return self._open_account(account)
-        self._owner_bytes += account.owner_bytes - before.owner_bytes
-        self.books.accounts[number] = account
-        return number
 
     def _account_without_holder(self, gpu_uuid: str, uuid: str, category: str) -> int:
         number = self._account_numbers.get((gpu_uuid, uuid, category, None, None, None, None))

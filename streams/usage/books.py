@@ -126,31 +126,24 @@ workload_of = lenient(msgspec.json.Decoder(Workload | None).decode)
 
 
 def decode(value: bytes) -> Books:
-    """The books of a node. Raises ``msgspec.DecodeError``."""
+    """The books of a node. Raises ``msgspec.DecodeError``, also if no record can be made of the rows: the account of a
+    row is missing, or its GPU, or the labels are malformed."""
     books = _decode(value)
     books.node_labels = kept(books.node_labels)
+    labels_of(books.node_labels)
     for number, account in books.accounts.items():
+        workload_of(account.workload), labels_of(account.labels), labels_of(account.namespace_labels)
         owner = dict(zip(("workload", "labels", "namespace_labels"), map(kept, account.owner), strict=True))
         books.accounts[number] = msgspec.structs.replace(account, **owner)
     for hour in books.hours:
         for minute in hour.minutes:
             minute.rows = minute.rows.copy()
-    _check(books)
-    return books
-
-
-def _check(books: Books) -> None:
-    """Raises ``msgspec.DecodeError`` if no record can be made of the rows: the account of one is missing, or its GPU,
-    or the labels are malformed."""
-    labels_of(books.node_labels)
-    for account in books.accounts.values():
-        workload_of(account.workload), labels_of(account.labels), labels_of(account.namespace_labels)
-    for hour in books.hours:
         closed_rows = [rows_of(minute.rows) for minute in hour.minutes]
         accounts = [books.accounts.get(number) for rows in (hour.rows, hour.minute, *closed_rows) for number in rows]
         known_gpus = hour.of.keys() & books.meters.keys()
         if not all(account is not None and account.gpu_uuid in known_gpus for account in accounts):
             raise msgspec.DecodeError("a row is of no account, or of no GPU, of the books")
+    return books
 
 
 def of_team(account: Account, team_label: str) -> Account:

@@ -15,11 +15,7 @@ from topics.samples import Mig, State
 from topics.topic import UInt, decoder
 
 JSON_NULL = msgspec.Raw(b"null")
-
-
-@lru_cache(maxsize=8192)
-def _shared_json(text: bytes) -> msgspec.Raw:
-    return msgspec.Raw(text)
+_shared_json = lru_cache(maxsize=8192)(msgspec.Raw)
 
 
 def kept(json: msgspec.Raw) -> msgspec.Raw:
