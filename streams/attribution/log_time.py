@@ -256,9 +256,9 @@ def resolve(
         is_valid = since.ts_ms <= ts_ms < until.ts_ms and since.logged_ms <= time.logged_ms < until.logged_ms
         if is_valid and of_workloads is workloads and of_snapshot is snapshot:
             return last  # no pod has to be looked up
-    as_of = workloads.as_of(known_by_ms) if workloads else None
-    if workloads is None or as_of is None:
+    if workloads is None or known_by_ms < workloads.since_ms:
         return _NO_PODS_KNOWN
+    as_of = AsOf(workloads, known_by_ms)
     if snapshot is None:
         return ResolvedPods({}, EMPTY, {}, *as_of.node_at(ts_ms))
     new_names, uids = snapshot.new_at(ts_ms), uids | snapshot.uids

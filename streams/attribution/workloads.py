@@ -54,7 +54,7 @@ PodName = tuple[str, str]  # a pod's namespace and name
 DraKey = tuple[str, str, str]  # a DRA device's driver, pool and name
 _replace = msgspec.structs.replace
 _holder_fields = operator.attrgetter(
-    "labels", "annotations", "namespace_labels", "owners_complete", "waiting", "restarts"
+    "labels", "annotations", "namespace_labels", "owners", "owners_complete", "waiting", "restarts"
 )
 _since_ms = operator.attrgetter("ms")
 _owner_fields = operator.attrgetter("api_version", "kind", "name")
@@ -121,10 +121,6 @@ class KnownWorkloads(msgspec.Struct, frozen=True):
     lifetimes: Lifetimes = {}
     ends: dict[PodName, History[int]] = {}
 
-    def as_of(self, logged_ms: int) -> "AsOf | None":
-        """What the records say that were logged at or before a time; None: there are none."""
-        return AsOf(self, logged_ms) if self.since_ms <= logged_ms else None
-
     def history_of(self, uid: str) -> History[Lifetime] | None:
         """What was known of the pod of a uid, by log time; None: no record has it."""
         return next((h for histories in self.lifetimes.values() for h in histories if h[0].value.uid == uid), None)
@@ -152,7 +148,7 @@ class NodeFacts(NamedTuple):
 
 
 class AsOf(NamedTuple):
-    """What was known of a node's pods at a log time."""
+    """What was known of a node's pods at a log time: at the first record's, or later."""
 
     workloads: KnownWorkloads
     logged_ms: int
@@ -302,6 +298,7 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
         histories = updated.get(name, ())
         history = next((history for history in histories if history[-1].value.uid == pod.uid), ())
         last = history[-1].value if history else None
+        pod = _replace(pod, owners=_shared_owners(*map(_owner_fields, pod.owners)))
         if last is None:  # a fleet has few namespaces, labels and owners: pods share equal ones
             pod = _replace(
                 pod,
@@ -310,9 +307,8 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
                 labels=_shared_labels(*((name, shared(text)) for name, text in pod.labels.items())),
                 annotations=_shared_labels(*pod.annotations.items()),
                 namespace_labels=_shared_labels(*pod.namespace_labels.items()),
-                owners=_shared_owners(*map(_owner_fields, pod.owners)),
             )
-        versions = _add_version(last.versions if last else (), record.ts_ms, pod, same=_same_for_holders)
+        versions = _add_version(last.versions if last else (), record.ts_ms, pod, key=_holder_fields)
         started_ms = last.started_ms if last and pod.started_ms is None else pod.started_ms
         first_seen_ms = last.first_seen_ms if last else record.ts_ms
         lifetime = Lifetime(
@@ -323,18 +319,10 @@ def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> L
     uids = {pod.uid for pod in record.pods}
     for name, histories in updated.items():
         missing = [h for h in histories if (lifetime := h[-1].value).ended_ms is None and lifetime.uid not in uids]
-        if missing:
-            ended = [_replace(history[-1].value, ended_ms=record.ts_ms) for history in missing]
-            changed = {e.uid: _add_logged(h, logged_ms, e) for h, e in zip(missing, ended, strict=True)}
-            updated[name] = tuple([changed.get(history[-1].value.uid, history) for history in histories])
+        for history in missing:
+            ended = _replace(history[-1].value, ended_ms=record.ts_ms)
+            updated[name] = tuple([_add_logged(h, logged_ms, ended) if h is history else h for h in updated[name]])
     return updated
-
-
-def _same_for_holders(a: Pod, b: Pod) -> bool:
-    """Whether two versions of a pod give the same holder."""
-    return _holder_fields(a) == _holder_fields(b) and list(map(_owner_fields, a.owners)) == list(
-        map(_owner_fields, b.owners)
-    )
 
 
 @lru_cache(maxsize=4096)
@@ -360,21 +348,10 @@ def forget_before(known: KnownWorkloads, ts_ms: int, logged_ms: int) -> KnownWor
         if all(len(h) == 1 and len(h[0].value.versions) == 1 and h[0].value.ended_ms is None for h in histories):
             lifetimes[name] = histories
             continue
-        recent = [_from(history, logged_ms) for history in histories]
-        needed = [history for history in recent if not _ended_before(history, ts_ms, logged_ms)]
-        first_start = min([known.value.start_order() for history in needed for known in history], default=None)
-        dropped = [
-            h
-            for h in recent
-            if _ended_before(h, ts_ms, logged_ms) and (first_start is None or h[0].value.start_order() < first_start)
-        ]
-        if needed and dropped:  # the last one stays: where it ended, the next one started
-            dropped.remove(max(dropped, key=lambda history: history[0].value.start_order()))
-        if len(dropped) < len(recent):
-            lifetimes[name] = tuple(
-                [tuple([_without_old_versions(known, ts_ms) for known in h]) for h in recent if h not in dropped]
-            )
-        for (last,) in dropped:
+        kept, dropped = _without_ended(histories, ts_ms, logged_ms)
+        if kept:
+            lifetimes[name] = kept
+        for last in dropped:
             ends, ended_ms = ends_by_name.get(name, ()), last.value.ended_ms
             if last.value.end_reported and ended_ms is not None and all(end.value != ended_ms for end in ends):
                 ends_by_name[name] = tuple(sorted([*ends, Since(last.ms, ended_ms)]))
@@ -397,15 +374,29 @@ def forget_before(known: KnownWorkloads, ts_ms: int, logged_ms: int) -> KnownWor
     return known if left == known else left  # answers that were given from it stay valid
 
 
-def _ended_before(history: History[Lifetime], ts_ms: int, logged_ms: int) -> bool:
-    """Whether a pod had ended long before a time, and no record that was logged after ``logged_ms`` changes it."""
-    is_last, ended_ms = len(history) == 1 and history[0].ms <= logged_ms, history[0].value.ended_ms
-    return is_last and ended_ms is not None and ended_ms + LISTED_MS < ts_ms
-
-
-def _without_old_versions(known: Since[Lifetime], ts_ms: int) -> Since[Lifetime]:
-    """A lifetime with the versions of a pod that hold at a time or later."""
-    return Since(known.ms, _replace(known.value, versions=_from(known.value.versions, ts_ms)))
+def _without_ended(
+    histories: Iterable[History[Lifetime]], ts_ms: int, logged_ms: int
+) -> tuple[tuple[History[Lifetime], ...], list[Since[Lifetime]]]:
+    """What may still be needed of the histories of a name, and the pods that are not needed: those that had ended long
+    before, up to the first that is needed. Of these the last one stays: where it ended, the next one started."""
+    recent = [_from(history, logged_ms) for history in histories]
+    ended = [  # no record that was logged after ``logged_ms`` changes these
+        history
+        for history in recent
+        if len(history) == 1 and history[0].ms <= logged_ms
+        if (ended_ms := history[0].value.ended_ms) is not None and ended_ms + LISTED_MS < ts_ms
+    ]
+    needed = [history for history in recent if history not in ended]
+    first_start = min([known.value.start_order() for history in needed for known in history], default=None)
+    dropped = [h for h in ended if first_start is None or h[0].value.start_order() < first_start]
+    if needed and dropped:
+        dropped.remove(max(dropped, key=lambda history: history[0].value.start_order()))
+    kept = [
+        tuple([_replace(k, value=_replace(k.value, versions=_from(k.value.versions, ts_ms))) for k in history])
+        for history in recent
+        if history not in dropped
+    ]
+    return tuple(kept), [history[0] for history in dropped]
 
 
 # -- versions and histories
@@ -436,11 +427,11 @@ def _from(versions: Versions[T], ms: int) -> Versions[T]:
 
 
 def _add_version(
-    versions: Versions[T], ts_ms: int, value: T, *, same: Callable[[T, T], bool] = operator.eq
+    versions: Versions[T], ts_ms: int, value: T, *, key: Callable[[T], object] = lambda value: value
 ) -> Versions[T]:
-    """The versions with one more, if it differs from the one that held at its time."""
+    """The versions with one more, if it differs by its key from the one that held at its time."""
     count = _count_until(versions, ts_ms)
-    if count and same(versions[count - 1].value, value):
+    if count and key(versions[count - 1].value) == key(value):
         return versions
     return (*versions[:count], Since(ts_ms, value), *versions[count:])
 

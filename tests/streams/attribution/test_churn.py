@@ -65,9 +65,8 @@ def _state_at(log: Log, since_ms: int) -> AsOf:
     for logged_ms, record in log:
         if logged_ms >= since_ms:
             workloads = add_record(workloads, record, logged_ms)
-    state = workloads.as_of(log[-1][0]) if workloads else None
-    assert state is not None
-    return state
+    assert workloads is not None
+    return AsOf(workloads, log[-1][0])
 
 
 @given(

@@ -40,9 +40,7 @@ def history_of(*records: NodeWorkloads) -> KnownWorkloads:
 
 def full_view(history: KnownWorkloads) -> AsOf:
     """The history as of the end of time."""
-    as_of = history.as_of(1 << 60)
-    assert as_of is not None
-    return as_of
+    return AsOf(history, 1 << 60)
 
 
 def uid_at(history: KnownWorkloads, ts_ms: int) -> str | None:
@@ -321,10 +319,8 @@ def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
     return records
 
 
-def answers_at(known_then: AsOf | None, ts_ms: int) -> tuple[object, ...] | None:
+def answers_at(known_then: AsOf, ts_ms: int) -> tuple[object, ...]:
     """All answers that can be asked for at a time."""
-    if known_then is None:
-        return None
     pods = [known_then.pod_at(("ns", name), ts_ms) for name in "pq"]
     new = [known_then.new_pod_at(("ns", name), ts_ms, gone_ms) for name in "pq" for gone_ms in (None, 10_000)]
     over = [known_then.has_ended(("ns", name), ts_ms) for name in "pq"]
@@ -361,7 +357,7 @@ def test_every_answer_is_that_of_a_search_of_all_records_that_were_logged_by_the
     over = [model.has_ended(counted, name, ts_ms) for name in names]
 
     expected = model.node_labels(counted, ts_ms), [(p.uid, p.labels) if p else None for p in answers], over
-    assert answers_at(logged(records).as_of(count * LOGGED_MS), ts_ms) == expected
+    assert answers_at(AsOf(logged(records), count * LOGGED_MS), ts_ms) == expected
 
 
 @given(logs(), times, times, st.integers(0, 7))
@@ -373,7 +369,7 @@ def test_pruning_never_changes_an_answer_at_or_after_its_times(
 
     for ts_ms in {since_ms, since_ms + 1, since_ms + later_ms}:
         for logged_ms in range(since_logged_ms, 8 * LOGGED_MS, LOGGED_MS):
-            assert answers_at(pruned.as_of(logged_ms), ts_ms) == answers_at(all_records.as_of(logged_ms), ts_ms)
+            assert answers_at(AsOf(pruned, logged_ms), ts_ms) == answers_at(AsOf(all_records, logged_ms), ts_ms)
     assert forget_before(pruned, since_ms, since_logged_ms) == pruned
 
 
