@@ -112,15 +112,12 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         xid = of_text(facts.text)
         label_pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
         more_annotations = {"action": xid.action}
-    more_annotations |= _held_by(rule, fields) | api_status(finding, tick)
+    # who holds a GPU that does not answer or is missing: the alert of its node names them, too
+    more_annotations |= {"pods": fields["pods"]} if rule.kind in OF_NODES and fields["pods"] else {}
+    more_annotations |= api_status(finding, tick)
     return _make_labels(rule, tick.cluster, tick.node, label_pairs), _make_annotations(
         rule, summary, description, more_annotations, wording
     )
-
-
-def _held_by(rule: Rule, fields: Mapping[str, Any]) -> dict[str, str]:
-    """The annotation with who holds a GPU that does not answer or is missing: the alert of its node names them, too."""
-    return {"pods": fields["pods"]} if rule.kind in OF_NODES and fields["pods"] else {}
 
 
 def api_status(finding: Finding, tick: Tick) -> dict[str, str]:

@@ -117,7 +117,10 @@ def describe_group(
     elif report.scope == "node":
         kind = rule.kind if rule is not None else "missing"
         state = _NODE_TEXTS.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
-        summary = f"{_counted_gpus(alert.gpus)} of {alert.node} {state}"
+        migs = sum(map(_is_mig, alert.gpus))
+        numbers = [(len(alert.gpus) - migs, "GPU"), (migs, "MIG device")]
+        gpus = " and ".join(counted(number, noun) for number, noun in numbers if number)
+        summary = f"{gpus} of {alert.node} {state}"
         cause = "They went at one time, so the cause is likely one: the driver, its module, or the machine."
         annotations = {
             **{name: text for name, text in alert.annotations.items() if name != "api_status"},
@@ -133,8 +136,7 @@ def describe_group(
 
 def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> dict[str, str]:
     """The annotations of an alert about how pods use their GPUs."""
-    rule = rules.by_name.get(alert.name)
-    firing_members = group.firing_members
+    rule, firing_members = rules.by_name.get(alert.name), group.firing_members
     figures, waste_text = _waste_figures(group.members, rules, f"Wasted by {moment(time_of(report.ts_ms))}")
     last_active = max([member.last_active for member in firing_members if member.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
@@ -174,9 +176,12 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
 
 
 def _evidence_text(members: Iterable[Member]) -> str:
-    """``GPU 0 of gpu-node-1: ...; GPU 1 of ...``, for each part that has evidence; empty if none has."""
-    evidence_of_gpus = [f"{_gpu_text(part.gpu)}: {part.evidence}" for part in members if part.evidence]
-    return listed(list(dict.fromkeys(evidence_of_gpus)), "; ")
+    """``GPU 0 of gpu-node-1: ...; MIG-5c1b... of GPU 1 of ...``, for each part that has evidence; empty if none has."""
+    texts: list[str] = []
+    for gpu, evidence in [(part.gpu, part.evidence) for part in members if part.evidence]:
+        name = f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}"
+        texts.append(f"{gpu.uuid} of {name}: {evidence}" if _is_mig(gpu) else f"{name}: {evidence}")
+    return listed(list(dict.fromkeys(texts)), "; ")
 
 
 def _since_text(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
@@ -249,25 +254,12 @@ def _is_mig(gpu: AlertGpu) -> bool:
     return gpu.uuid.startswith("MIG-")
 
 
-def _counted_gpus(gpus: Sequence[AlertGpu]) -> str:
-    """``2 GPUs``, ``1 MIG device``, ``1 GPU and 2 MIG devices``."""
-    migs = sum(map(_is_mig, gpus))
-    numbers = ((len(gpus) - migs, "GPU"), (migs, "MIG device"))
-    return " and ".join(counted(number, noun) for number, noun in numbers if number)
-
-
 def _held_text(held: int, known_gpus: Sequence[AlertGpu]) -> str:
     """``8 GPUs``, ``1 MIG device``, ``3 GPUs and MIG devices``: how many are held, by those of them that are known."""
     migs = sum(map(_is_mig, known_gpus))
     if 0 < migs < len(known_gpus):
         return f"{held} GPUs and MIG devices"
     return counted(held, "MIG device" if migs else "GPU")
-
-
-def _gpu_text(gpu: AlertGpu) -> str:
-    """``GPU 0 of gpu-node-1``, ``MIG-5c1b... of GPU 0 of gpu-node-1``."""
-    text = f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}"
-    return f"{gpu.uuid} of {text}" if _is_mig(gpu) else text
 
 
 def _pods_text(gpus: Iterable[AlertGpu]) -> str:
