@@ -25,7 +25,8 @@ from delivery.policies import IDLE_AFTER
 from delivery.sender import partition_of
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
-from streams.alerts.node import Node, PartitionNodes, PendingWrite
+from streams.alerts.node import Node, PartitionNodes
+from streams.alerts.reports import Step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
@@ -282,7 +283,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             for slot in node.open_slots:
                 self.app.reader.ledger.set_aside(slot)
 
-    async def _write_node(self, partition: PartitionNodes, node: Node, pending: PendingWrite, epoch: int) -> None:
+    async def _write_node(self, partition: PartitionNodes, node: Node, pending: Step, epoch: int) -> None:
         """Write the alerts, then the state, and then what has become due meanwhile; each waits for acknowledgements.
         If an epoch ends while the state is written, the node uses it like one that was read from the topic."""
         acks: list[asyncio.Future[int]] = []

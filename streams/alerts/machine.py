@@ -347,8 +347,16 @@ def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_m
         after = retire(state, state.last_ts_ms)
     elif now_ms - state.logged_ms >= forget_ms:
         after = retire(state, state.last_ts_ms + forget_ms)
-    else:
-        after = fire_node_silent(_end_removed_rules(state, rules, now_ms), rules, now_ms - state.logged_ms)
+    else:  # a part of a workload's alert waits for a tick, by which the workload's other alerts get its end, too
+        tracked = tuple(
+            _ended(condition, now_ms, "rule_removed")
+            if condition.name not in rules.by_name and condition.alert and condition.scope not in ("workload", "pod")
+            else condition
+            for condition in state.tracked
+        )
+        unchanged = all(map(operator.is_, tracked, state.tracked))
+        after = state if unchanged else _replace(state, silent=True, tracked=tracked)
+        after = fire_node_silent(after, rules, now_ms - state.logged_ms)
     if after is not state:
         return Step(after)
     resolved = {key: min(ended_ms, now_ms) for key, ended_ms in state.resolved.items()}  # its clock may be ahead
@@ -388,19 +396,6 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
         return state
     ended = [_ended(condition, at_ms, "node_removed") for condition in state.tracked if condition.alert is not None]
     return _replace(state, silent=True, tracked=tuple(ended), memory=Memory())
-
-
-def _end_removed_rules(state: NodeAlerts, rules: Rules, now_ms: int) -> NodeAlerts:
-    """The state of a silent node in which the alerts of removed rules are resolved. A part of a workload's alert waits
-    for a tick, by which its end is reported to the workload's other alerts, too."""
-    tracked = tuple(
-        _ended(condition, now_ms, "rule_removed")
-        if condition.name not in rules.by_name and condition.alert and condition.scope not in ("workload", "pod")
-        else condition
-        for condition in state.tracked
-    )
-    unchanged = all(map(operator.is_, tracked, state.tracked))
-    return state if unchanged else _replace(state, silent=True, tracked=tracked)
 
 
 def _ended(condition: Tracked, at_ms: int, reason: str) -> Tracked:

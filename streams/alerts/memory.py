@@ -153,11 +153,17 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | N
     if changed or missing:
         devices = _update_devices(memory, changed, missing, tick, forget_ms)
     windows = {**memory.windows, **changed_windows} if changed_windows else memory.windows
-    if devices is not memory.devices and any(uuid not in devices for uuid in windows):
-        windows = {uuid: of_device for uuid, of_device in windows.items() if uuid in devices}
+    removed_counts = memory.removed_counts if memory.run_id == tick.run_id else {}
+    if devices is not memory.devices:
+        if any(uuid not in devices for uuid in windows):
+            windows = {uuid: of_device for uuid, of_device in windows.items() if uuid in devices}
+        if memory.run_id == tick.run_id:
+            counts = {uuid: device.counts for uuid, device in memory.devices.items() if device.counts}
+            removed = [item for item in (removed_counts | counts).items() if item[0] not in devices]
+            removed_counts = dict(removed[-MOST_REMOVED:])
     uses |= {uuid: memory.uses[uuid] for uuid in missing if uuid in devices and uuid in memory.uses}
     uses = memory.uses if uses == memory.uses else uses
-    after = Memory(tick.run_id, devices, windows, uses, _removed_counts(memory, devices, tick.run_id))
+    after = Memory(tick.run_id, devices, windows, uses, removed_counts)
     unchanged = after.run_id == memory.run_id and devices is memory.devices and windows is memory.windows
     return memory if unchanged and after.uses is memory.uses else after
 
@@ -179,17 +185,6 @@ def _update_devices(
             missing_ms = min(remembered.missing_ms or tick.ts_ms, tick.ts_ms)
             devices[uuid] = _replace(remembered, counts=counts, missing_ms=missing_ms)
     return memory.devices if devices == memory.devices else devices
-
-
-def _removed_counts(memory: Memory, devices: dict[str, DeviceMemory], run_id: int) -> dict[str, dict[str, Count]]:
-    """The counts of XID errors of the devices that were removed within a run, after a tick with these devices."""
-    if memory.run_id != run_id:
-        return {}
-    if devices is memory.devices:
-        return memory.removed_counts
-    counts = {uuid: device.counts for uuid, device in memory.devices.items() if device.counts}
-    removed = {uuid: count for uuid, count in (memory.removed_counts | counts).items() if uuid not in devices}
-    return dict(list(removed.items())[-MOST_REMOVED:])
 
 
 def _update_device(

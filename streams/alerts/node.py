@@ -12,7 +12,7 @@ is used. If no tick comes for a while, a state with ``silent`` is written, and n
 
 import contextlib
 from collections import deque
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -44,13 +44,6 @@ NO_SAMPLES_S = 600.0
 Attribution holds a sample for a few seconds; what it does not attribute for longer it has not read, or can't."""
 
 _replace = msgspec.structs.replace
-
-
-class PendingWrite(NamedTuple):
-    """The records of alerts, in their order, and the state to write after these are acknowledged."""
-
-    writes: tuple[Write, ...]
-    state: NodeAlerts
 
 
 class Node(KeptState[NodeAlerts | None]):
@@ -127,11 +120,12 @@ class Node(KeptState[NodeAlerts | None]):
             return self.current is None and not self.writing
         return not self.writing and not self._unwritten and is_saved(self.saved, self.current)
 
-    def start_write(self, *, settled: bool) -> PendingWrite | None:
-        """The records to write now, if any. Until :meth:`finish_write` the node counts as writing."""
+    def start_write(self, *, settled: bool) -> Step | None:
+        """What to write now, if anything: the records, and the state after these are acknowledged. Until
+        :meth:`finish_write` the node counts as writing."""
         if self.current is None or self.writing or (settled and not self.stale):
             return None
-        pending = PendingWrite(tuple(self._unwritten), self.current)
+        pending = Step(self.current, tuple(self._unwritten))
         self._unwritten = []
         self.writing = True
         return pending

@@ -13,13 +13,13 @@ import msgspec
 from delivery.values import milliseconds as duration_ms
 from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Facts, Finding, is_silenced, sole_pod, uid_and_key
-from streams.alerts.memory import NodeAlerts, PodMemory
+from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, clean, describe, with_final_figures
-from streams.alerts.tick import Device, Tick
+from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS, means_of_closed_step
 from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint
-from topics.attributed import JOB, Holder
+from topics.attributed import JOB
 from topics.times import epoch_ms, rfc3339, time_of
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
@@ -211,27 +211,24 @@ def reports_to_other_rules(alert: Alert, condition: Tracked, now_ms: int, rules:
 def count_holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
     """How many devices of the node each workload, or pod without one, holds, by the fingerprint of each group that it
     may have."""
-    counts = Counter(
-        _owner(state.node, pod)
-        for device in state.memory.devices.values()
-        for pod in device.pods
-        if not pod.observed and not evaluate.is_gone(device, state.last_ts_ms)
-    )
+    counts = Counter[tuple[str, ...]]()
+    for device in state.memory.devices.values():
+        if evaluate.is_gone(device, state.last_ts_ms):
+            continue
+        for pod in [pod for pod in device.pods if not pod.observed]:  # each as in :func:`group_of`
+            if not pod.workload_name:
+                owner: tuple[str, ...] = ("pod", state.node, pod.namespace, pod.pod, pod.pod_uid or "")
+            elif pod.workload_kind == JOB:
+                owner = ("workload", "", "", "", clean(pod.pod))
+            else:
+                owner = ("workload", pod.namespace, clean(pod.workload_kind or ""), clean(pod.workload_name), "")
+            counts[owner] += 1
     return {
         fingerprint(rule.name, state.cluster, "", key="/".join(owner)): count
         for rule in rules.rules
         if rule.kind in WASTE and (rule.enabled or rule.overrides)
         for owner, count in counts.items()
     }
-
-
-def _owner(node: str, pod: PodMemory) -> tuple[str, ...]:
-    """What the group of a pod is about, as in :func:`group_of`."""
-    if not pod.workload_name:
-        return "pod", node, pod.namespace, pod.pod, pod.pod_uid or ""
-    if pod.workload_kind == JOB:
-        return "workload", "", "", "", clean(pod.pod)
-    return "workload", pod.namespace, clean(pod.workload_kind or ""), clean(pod.workload_name), ""
 
 
 def with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:
@@ -270,7 +267,14 @@ def rank_reports(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules
                 reason = "policy"
             elif figures is None:
                 continue
-            limits, pattern = _limits_and_pattern(effective_rule or rule, device, holder, after, tick, rules)
+            in_force, (uid, key) = effective_rule or rule, uid_and_key(holder)
+            finding = Finding(in_force, device.uuid, uid, key, facts=Facts(device, None, device.holders))
+            condition = Tracked(name=in_force.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
+            described = describe(finding, tick, tick.ts_ms, rules.wording)
+            limits = Limits(
+                in_force.for_ms, in_force.keep_firing_ms, in_force.peers, in_force.deviations, in_force.critical_ms
+            )
+            pattern = firing_alert(in_force, condition, after, tick.ts_ms, 0.0, described)  # if it lags
             scope = scope_of_pod(pattern)
             group = group_of(pattern, scope)
             ranks = reports[group].ranks if group in reports else ()
@@ -283,15 +287,3 @@ def rank_reports(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules
                 pattern=_replace(pattern, resolved_because=reason), limits=limits, ranks=ranks,
             )  # fmt: skip
     return [Write("report", group, report) for group, report in reports.items()]
-
-
-def _limits_and_pattern(
-    rule: Rule, device: Device, holder: Holder, state: NodeAlerts, tick: Tick, rules: Rules
-) -> tuple[Limits, Alert]:
-    """By which limits the ranks of a pod are compared, and an alert about a device of it, if it lags."""
-    uid, key = uid_and_key(holder)
-    finding = Finding(rule, device.uuid, uid, key, facts=Facts(device, None, device.holders))
-    condition = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
-    described = describe(finding, tick, tick.ts_ms, rules.wording)
-    limits = Limits(rule.for_ms, rule.keep_firing_ms, rule.peers, rule.deviations, rule.critical_ms)
-    return limits, firing_alert(rule, condition, state, tick.ts_ms, 0.0, described)
