@@ -144,7 +144,15 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
         if len(state.pending) > MAX_PENDING and not _has_snapshots(state, first, event_snapshots(first)):
             state = _replace(state, skip_grace=True)
     elif isinstance(record, Allocations):
-        state = _with_snapshot(state, record)
+        key, runs = (record.run_id, record.seq), state.snapshot_runs
+        if key not in state.snapshots:  # it may come again unchanged; then the first record counts
+            if record.run_id in runs:
+                previous = _latest(state, record.run_id, below=record.seq)
+            else:
+                previous, runs = _latest(state, runs[-1]) if runs else None, (*runs, record.run_id)
+            snapshots = {**state.snapshots, key: index_snapshot(record, previous)}
+            state = _replace(state, snapshots=snapshots, snapshot_runs=runs)
+        state = _replace(state, skip_grace=False)
     elif isinstance(record, LoggedWorkloads):
         # What was logged before the record has been read; another one may be logged in the same millisecond.
         watermark_ms = max(state.watermark_ms, record.logged_ms - 1)
@@ -170,23 +178,6 @@ def needs_end(state: NodeState, now_s: float, grace_s: float) -> bool:
         return False
     grace_ends_s = tick.read_s + (0.0 if state.skip_grace else grace_s)
     return now_s >= grace_ends_s > state.allocations_read_s
-
-
-def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
-    """The state with a snapshot. It may come again unchanged; then the first record counts."""
-    key = (snapshot.run_id, snapshot.seq)
-    if key in state.snapshots:
-        return _replace(state, skip_grace=False) if state.skip_grace else state
-    runs = state.snapshot_runs
-    previous = _latest(state, snapshot.run_id, below=snapshot.seq)
-    if previous is None and snapshot.run_id not in runs and runs:
-        previous = _latest(state, runs[-1])
-    return _replace(
-        state,
-        snapshots={**state.snapshots, key: index_snapshot(snapshot, previous)},
-        snapshot_runs=runs if snapshot.run_id in runs else (*runs, snapshot.run_id),
-        skip_grace=False,
-    )
 
 
 # -- which ticks wait no longer
