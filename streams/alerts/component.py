@@ -28,7 +28,6 @@ from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Node, PartitionNodes
 from streams.alerts.reports import Step
 from streams.alerts.rules.rule import Rules
-from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.app import Stream
 from streams.kept_state import KeptState
@@ -146,7 +145,13 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         tick = decode_record(decode_tick, record.key, record.value)
         node, reader = self._node_of(partition, record.key), self.app.reader
         partition.set_active(node, active=True)
-        node.policies = policies_of(tick)
+        node.policies = frozenset(
+            (holder.namespace, holder.pod, name)
+            for device in tick.devices
+            for holder in device.holders
+            for name in (ALERTS_POLICY, IDLE_AFTER)
+            if name in holder.annotations or name in holder.namespace_labels
+        )
         partition.logged_ms = record.timestamp
         node.read_s = self._clocks.monotonic_s()
         has_gap = partition.number in reader.torn
@@ -368,17 +373,6 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for state in states if state.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
         super().observe()
-
-
-def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:
-    """The alert policies of a tick's holders, as namespace, pod and annotation."""
-    return frozenset(
-        (holder.namespace, holder.pod, name)
-        for device in tick.devices
-        for holder in device.holders
-        for name in (ALERTS_POLICY, IDLE_AFTER)
-        if name in holder.annotations or name in holder.namespace_labels
-    )
 
 
 def _decode_grouped(decode: Callable[[bytes], G], record: Any) -> G:

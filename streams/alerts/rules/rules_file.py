@@ -62,7 +62,7 @@ class RulesError(ValueError):
 
 def load(path: Path | None) -> Rules:
     """The rules of a file over the defaults; without a file the defaults. Raises RulesError."""
-    return _in_force(defaults()) if path is None else parse(_text(path), str(path))
+    return _in_force(defaults(), Bounds()) if path is None else parse(_text(path), str(path))
 
 
 def every(path: Path) -> dict[str, Rule]:
@@ -87,8 +87,7 @@ def _text(path: Path) -> str:
 
 def parse(text: str, file: str) -> Rules:
     """The rules of a file's text over the defaults. Raises RulesError."""
-    rules, bounds = _parse(text, file)
-    return msgspec.structs.replace(_in_force(rules), bounds=bounds)
+    return _in_force(*_parse(text, file))
 
 
 def _parse(text: str, file: str) -> tuple[dict[str, Rule], Bounds]:
@@ -106,9 +105,9 @@ def defaults() -> dict[str, Rule]:
     return _parsed(_document(DEFAULTS.read_text(encoding="utf-8"), DEFAULTS.name), {}, [])
 
 
-def _in_force(rules: Mapping[str, Rule]) -> Rules:
+def _in_force(rules: Mapping[str, Rule], bounds: Bounds) -> Rules:
     enabled = [r for r in rules.values() if r.enabled or any(o.changes.get("enabled") for o in r.overrides)]
-    return Rules(tuple(enabled))
+    return Rules(tuple(enabled), bounds=bounds)
 
 
 def _document(text: str, file: str) -> dict[str, Any]:

@@ -84,10 +84,11 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
     """The labels and annotations of a finding in a tick that has held since ``since_ms``."""
     facts, rule = finding.facts, finding.rule
     label_pairs, more_annotations = list(_subject_labels(finding, wording.team_label)), dict[str, str]()
-    fields = _template_fields(finding, tick, since_ms) if rule.kind != "held_idle" else {}
+    fields: dict[str, Any] = {}
     if rule.kind == "held_idle":
         summary, description, more_annotations = _describe_held_idle(finding, tick, since_ms)
     else:
+        fields = _template_fields(finding, tick, since_ms)
         summary = _TEMPLATES[rule.kind][0].format(**fields)
         description = _TEMPLATES[rule.kind][1].format(summary=summary, **fields)
     if rule.kind == "stalled":
@@ -255,15 +256,13 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
     facts, value, now = finding.facts, finding.value, moment(time_of(tick.ts_ms))
     device, remembered = facts.device, facts.remembered or DeviceMemory()
     holders = _join_names(_pod_text(pod) for pod in facts.pods)
-    holders_given = _join_names(_pod_text(pod) for pod in facts.pods if not pod.observed)
-    holders_observed = _join_names(_pod_text(pod) for pod in facts.pods if pod.observed)
     processes = None if device is None else device.processes
-    pids = _join_names(str(process.pid) for process in processes or ())
-    usage_texts = [
-        f"Given to: {holders_given}." if holders_given else "",
-        f"Seen there: {holders_observed}." if holders_observed else "",
-        f"Processes: {pids}." if pids else "",
-    ]
+    usage = (
+        ("Given to", [_pod_text(pod) for pod in facts.pods if not pod.observed]),
+        ("Seen there", [_pod_text(pod) for pod in facts.pods if pod.observed]),
+        ("Processes", [str(process.pid) for process in processes or ()]),
+    )
+    usage_text = " ".join(f"{title}: {_join_names(names)}." for title, names in usage if names)
     no_usage = "Its processes are not known." if processes is None else "The driver lists no process there."
     last_holders = _join_names(_pod_text(pod) for pod in remembered.pods)
     total_bytes = device.metrics.memory_total_bytes if device is not None else None
@@ -278,7 +277,7 @@ def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, A
         "held": f"Held by {holders}." if holders else "Nobody holds it.",
         "held_then": f"Held then by {holders}." if holders else "Nobody held it then.",
         "held_last": f"It was held by {last_holders}." if last_holders else "Nobody held it.",
-        "seen_there": " ".join(filter(None, usage_texts)) or no_usage,
+        "seen_there": usage_text or no_usage,
         "pods": holders or last_holders,
         "gpus": counted(sum(device.mig is None for device in tick.devices), "GPU"),
         "conflict": _CONFLICT_TEXT.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
