@@ -139,20 +139,16 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     rule, firing_members = rules.by_name.get(alert.name), group.firing_members
     figures, waste_text = _waste_figures(group.members, rules, f"Wasted by {moment(time_of(report.ts_ms))}")
     last_active = max([member.last_active for member in firing_members if member.last_active is not None], default=None)
-    idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     kind: Kind = rule.kind if rule is not None and rule.kind in _POD_TEXTS else "held_idle"
     state, advice, opt_out, since, never_worked = _POD_TEXTS[kind]
     policy = advice if "job_id" in alert.labels else f"{advice}{opt_out}"  # a batch job can't be annotated
     gpus_by_kind: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHER_KIND_TEXTS}
     for other in [other for other in group.others if other.gpu not in alert.gpus]:
         gpus_by_kind.setdefault(kind_of_other(other, rule, rules), []).append(other.gpu)
-    held_text = _held_text(held, [*alert.gpus, *chain.from_iterable(gpus_by_kind.values())])
-    others_text = _others_text(gpus_by_kind, rule, held - idle)
     culprits = [f"{_OTHER_KIND_TEXTS[key].prefix}: {_gpus_text(gpus)}." for key, gpus in gpus_by_kind.items() if gpus]
     culprits += ["Look there first: the others may wait for it."] if culprits else []
     held_since = [member.since for member in firing_members if member.since is not None]
-    when = _since_text(firing_members, rule, alert.annotations.get("window"))
-    summary = f"{_workload_text(alert.labels)}: {idle} of {held_text} {state}{others_text}{when}"
+    summary = _summary(alert, rule, state, firing_members, gpus_by_kind)
     evidence = _evidence_text(firing_members)
     sentences = [
         f"{summary}. {state.partition(',')[0].capitalize()}: {_gpus_text(alert.gpus)}.",
@@ -173,6 +169,27 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
         **({"last_active": last_active} if last_active else {}),
         **({"since": rfc3339(min(held_since))} if held_since else {}),
     }
+
+
+def _summary(
+    alert: Alert,
+    rule: Rule | None,
+    state: str,
+    members: Sequence[Member],
+    gpus_by_kind: Mapping[Kind, Sequence[AlertGpu]],
+) -> str:
+    """``Job ml-team/bert: 2 of 8 GPUs idle, the other 6 work (since ...)``, or ``Job 4242`` of a batch system."""
+    labels, idle, held = alert.labels, alert.idle or 0, max(alert.held or 0, alert.idle or 0)
+    kind, name = labels.get("k8s_workload_kind", "Pod"), labels.get("k8s_workload_name") or labels.get("k8s_pod_name")
+    owner = f"Job {labels['job_id']}" if "job_id" in labels else f"{kind} {labels.get('k8s_namespace_name')}/{name}"
+    known_gpus = [*alert.gpus, *chain.from_iterable(gpus_by_kind.values())]
+    migs = sum(map(_is_mig, known_gpus))
+    gpus = counted(held, "MIG device" if migs else "GPU")
+    if 0 < migs < len(known_gpus):
+        gpus = f"{held} GPUs and MIG devices"
+    others = _others_text(gpus_by_kind, rule, held - idle)
+    when = _since_text(members, rule, alert.annotations.get("window"))
+    return f"{owner}: {idle} of {gpus} {state}{others}{when}"
 
 
 def _evidence_text(members: Iterable[Member]) -> str:
@@ -220,15 +237,6 @@ def _others_text(gpus_by_kind: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | N
     return f", of the other {count}: {', '.join(numbers)}"
 
 
-def _workload_text(labels: Mapping[str, str]) -> str:
-    """``Job ml-team/bert``, ``Pod ml-team/bert-0``, or ``Job 4242`` of a batch system."""
-    if "job_id" in labels:
-        return f"Job {labels['job_id']}"
-    kind = labels.get("k8s_workload_kind", "Pod")
-    name = labels.get("k8s_workload_name") or labels.get("k8s_pod_name")
-    return f"{kind} {labels.get('k8s_namespace_name')}/{name}"
-
-
 def _waste_figures(members: Sequence[Member], rules: Rules, prefix: str) -> tuple[dict[str, str], str]:
     """The GPU time wasted and its cost, as annotations and as a sentence; empty if no part has a share of a GPU."""
     shared = [member for member in members if member.share is not None]
@@ -252,14 +260,6 @@ def _waste_figures(members: Sequence[Member], rules: Rules, prefix: str) -> tupl
 
 def _is_mig(gpu: AlertGpu) -> bool:
     return gpu.uuid.startswith("MIG-")
-
-
-def _held_text(held: int, known_gpus: Sequence[AlertGpu]) -> str:
-    """``8 GPUs``, ``1 MIG device``, ``3 GPUs and MIG devices``: how many are held, by those of them that are known."""
-    migs = sum(map(_is_mig, known_gpus))
-    if 0 < migs < len(known_gpus):
-        return f"{held} GPUs and MIG devices"
-    return counted(held, "MIG device" if migs else "GPU")
 
 
 def _pods_text(gpus: Iterable[AlertGpu]) -> str:
