@@ -334,8 +334,7 @@ async def test_a_success_that_does_not_show_what_was_written_is_no_renewal(
         return Answer(200, body, None) if method == "PUT" else await request_really(method, path, **options)
 
     monkeypatch.setattr(first.client, "request", request)
-    await eventually(lambda: first.diary[1:] == [("a", "ends")])
-    assert not first.lease.leading
+    await eventually(lambda: first.diary[1:] == [("a", "ends")] and not first.lease.leading)
 
 
 async def test_what_is_no_lease_in_place_of_one_is_none(server: ApiServer, join: Join) -> None:
