@@ -46,6 +46,7 @@ _SYMBOLS: Mapping[str, str] = {
     "bool": "0 or 1",
 }
 
+_NVML_NAME = re.compile(r"(\S+)(?=, |$)")  # the call or the field in a metric's source
 _WRITTEN = re.compile(r"(<!-- written: ([\w.-]+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 
 
@@ -71,7 +72,7 @@ def topics_markdown() -> str:
 def metrics_markdown() -> str:
     """The page of the metrics, with the table of their keys and of their names in each profile."""
     keys = [
-        (f"`{metric.key}`", _unit(metric.unit), metric.kind, metric.help, _code(metric.nvml))
+        (f"`{metric.key}`", _unit(metric.unit), metric.kind, metric.help, _NVML_NAME.sub(r"`\1`", metric.nvml, count=1))
         for metric in CATALOGUE.values()
     ]
     families = [
@@ -303,13 +304,6 @@ def _info(info: Info) -> Sequence[str]:
 
 def _unit(unit: str) -> str:
     return _SYMBOLS.get(unit, unit)
-
-
-def _code(nvml: str) -> str:
-    """An NVML source with its call or field as code."""
-    first, *rest = nvml.split(", ")
-    *before, call = first.split()
-    return ", ".join([" ".join([*before, f"`{call}`"]), *rest])
 
 
 def _indented(document: dict[str, Any]) -> str:
