@@ -123,17 +123,6 @@ def other_prefixes(names: Iterable[str], connection: Connection) -> list[str]:
     return sorted(prefixes - {connection.topic_prefix})
 
 
-def _prefix_hint(names: Iterable[str], connection: Connection) -> str:
-    """Why no topic has the prefix of this connection, if a broker's topics of gpustream have others; empty if none."""
-    ours, *others = [
-        f"with the prefix {prefix!r}" if prefix else "without a prefix"
-        for prefix in (connection.topic_prefix, *other_prefixes(names, connection))
-    ]
-    if not others:
-        return ""
-    return f"there is no topic of gpustream {ours}, but there are some {' and '.join(others)}: is --topic-prefix right?"
-
-
 async def inspect(
     connection: Connection, names: Iterable[str] | None = None
 ) -> tuple[dict[str, TopicDescription], str | None]:
@@ -164,12 +153,18 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     async with connect(connection) as admin:
         descriptions, _ = await _inspect(admin, [*topics, *optional])
         has_none = not any(description.partitions for description in descriptions.values())
-        hint = _prefix_hint(await admin.names(), connection) if has_none else ""
+        others = other_prefixes(await admin.names(), connection) if has_none else []
     _require(descriptions, {"Read": reads, "Write": writes, "Describe": describes})
     descriptions = {name: description for name, description in descriptions.items() if description.partitions}
     differences = mismatches(topics.values(), descriptions, optional.values())
     if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
         by_node = [descriptions[name] for name in descriptions if (topics | optional)[name].by_node]
+        ours, *theirs = [
+            f"with the prefix {prefix!r}" if prefix else "without a prefix"
+            for prefix in (connection.topic_prefix, *others)
+        ]
+        found = f"there is no topic of gpustream {ours}, but there are some {' and '.join(theirs)}"
+        hint = f"{found}: is --topic-prefix right?" if theirs else ""
         raise ContractMismatch(breaking, command(connection, by_node), hint)
     partitions = {connection.unprefixed(name): descriptions[name].partitions for name in topics}
     return Checked(partitions, tuple(differences))
@@ -240,9 +235,11 @@ async def create(
 
 def _setting_mismatches(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:
     """The settings of a topic that differ from the contract; none if they are not known."""
+    if settings is None:
+        return []
     result = []
-    for name, want in topic.settings().items() if settings is not None else ():
-        have = (settings or {}).get(name)
+    for name, want in topic.settings().items():
+        have = settings.get(name)
         at_least = name in _AT_LEAST
         if have == want or (at_least and have and (have == "-1" or (have.isdecimal() and int(have) >= int(want)))):
             continue
@@ -296,7 +293,7 @@ async def _mend(
     lines = [f"{name}: created, {partitions} partitions, replication factor {replication_factor}" for name in created]
     for name, description in descriptions.items():
         want = topics[name].settings()
-        old = {m.subject: m.have for m in _setting_mismatches(topics[name], description.settings or {})}
+        old = {m.subject: m.have for m in _setting_mismatches(topics[name], description.settings)}
         if old:
             await admin.alter(name, {setting: want[setting] for setting in old})
         lines += [f"{name}: {setting} altered from {have} to {want[setting]}" for setting, have in old.items()]
