@@ -68,8 +68,8 @@ class _Broker:
         self.answered = False
 
     async def pause(self) -> None:
-        """Wait, after a failure, until the next attempt may be made."""
-        if self.failures:
+        """Wait, after a failure with a trouble, until the next attempt may be made."""
+        if self.trouble is not None:
             pause_s = PAUSES_S[min(self.failures, len(PAUSES_S)) - 1]
             await asyncio.sleep(max(0.0, self.failed_s + pause_s - time.monotonic()))
 
@@ -134,8 +134,7 @@ async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
         raise ClientClosed
     connection = login.connection
     broker = _brokers.setdefault((connection, host, port), _Broker())
-    if broker.trouble is not None:
-        await broker.pause()
+    await broker.pause()
     secrets = Secrets()
     try:
         secrets = connection.secrets()
