@@ -124,9 +124,10 @@ class SimulatedNode:
 
     def next_change_ms(self) -> int | None:
         """A time before which :meth:`pod_changes` has no change; None if there will be none."""
-        candidates = [self._pod_changes[0][0]] if self._pod_changes else []
-        coming = self._schedule.next_ms()
-        return min([*candidates, coming]) if coming is not None else min(candidates, default=None)
+        times = [self._pod_changes[0][0]] if self._pod_changes else []
+        if (coming_ms := self._schedule.next_ms()) is not None:
+            times.append(coming_ms)
+        return min(times, default=None)
 
     def _start_pods(self, until_ms: int) -> None:
         """Add the pods that start by then."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from producers.simulated import names
+from topics.mig import SLICES
 
 MIB = 1024 * 1024
 
-MIG_SLICES = 7  # into how many a GPU can be cut
 REPLICAS = 4  # how many pods a shared GPU is offered to
 
 
@@ -111,7 +111,7 @@ class SimulatedDevice:
             "model": self.model.name,
             "pci_bus_id": self.pci_bus_id,
             "minor": self.index,
-            "compute_slices": MIG_SLICES if self.model.mig else 1,
+            "compute_slices": SLICES if self.model.mig else 1,
             "state": "ok",
             "info": self.info,
         }
@@ -162,7 +162,7 @@ def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
     for gpu in range(gpus):
         cut = flavour == "mig" and gpu % 2 == 0
         uuid = names.device_uuid("GPU", cluster, seed, index, gpu)
-        bus = f"{0 if gpu < 16 else 1:08X}:{(0x0A + 0x0F * (gpu % 16)) & 0xFF:02X}:00.0"
+        bus = f"00000000:{0x0A + 0x0F * gpu:02X}:00.0"
         parent = len(devices)
         info = {"serial": names.serial(cluster, seed, index, gpu), "driver_version": driver, "cuda_version": cuda}
         info["vbios_version"] = model.vbios_version
