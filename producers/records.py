@@ -225,13 +225,15 @@ class Numbering:
         try:
             if containers is not None:
                 events = [event for device in devices for event in device.get("events") or () if "ts_ms" in event]
-                is_new_run = ts_ms <= previous_ts_ms
-                times_ms = [] if in_force is None or is_new_run else sorted({event["ts_ms"] for event in events})
-                earlier_ms = [time_ms for time_ms in times_ms if previous_ts_ms < time_ms <= ts_ms]
-                later_ms = [time_ms for time_ms in times_ms if 0 < time_ms - ts_ms <= READ_MS]
-                earlier = self._snapshots_at(earlier_ms, in_force)
+                known = {
+                    at_ms: rows
+                    for at_ms in sorted({event["ts_ms"] for event in events})
+                    if in_force is not None and previous_ts_ms < min(at_ms, ts_ms)  # none of an earlier run
+                    if at_ms <= ts_ms + READ_MS and (rows := in_force(at_ms)) is not None
+                }
+                earlier = {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if at_ms <= ts_ms}
                 own_snapshot = self._snapshot_of(ts_ms, containers)
-                later = self._snapshots_at(later_ms, in_force)
+                later = {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if at_ms > ts_ms}
                 snapshots = dict.fromkeys([*earlier.values(), own_snapshot, *later.values()])
                 snapshot_by_time = earlier | later
                 devices = [
@@ -250,15 +252,6 @@ class Numbering:
         except Unencodable:
             return NumberedTick(self.run_id, seq, None)
         return NumberedTick(self.run_id, seq, value, tuple(snapshots), crowded)
-
-    def _snapshots_at(self, times: Sequence[int], in_force: Callable[[int], Containers] | None) -> dict[int, Snapshot]:
-        """The snapshot in force at each of these times, if it is known. The times must be in order."""
-        containers_by_time = {time_ms: in_force(time_ms) for time_ms in times} if in_force is not None else {}
-        return {
-            time_ms: self._snapshot_of(time_ms, rows)
-            for time_ms, rows in containers_by_time.items()
-            if rows is not None
-        }
 
     def _snapshot_of(self, ts_ms: int, containers: Iterable[Mapping[str, Any]]) -> Snapshot:
         """The snapshot of these containers: the last one if its content is equal, else a new one."""
