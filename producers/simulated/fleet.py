@@ -95,7 +95,7 @@ class SimulatedNode:
         self._changes: list[tuple[int, int, SimulatedPod, bool]] = []
         self._recent: list[SimulatedPod] = []
         self._api: list[SimulatedPod] = []
-        self._pod_changes: list[tuple[int, int]] = []
+        self._pod_changes: list[int] = []
         self._order = 0
         self._redraw_ms = 0
 
@@ -115,16 +115,16 @@ class SimulatedNode:
         """The pods at the API server after each change up to ``until_ms``, for a fleet that started at ``start_ms``
         since the epoch. Changes before the start come at 0."""
         self._start_pods(until_ms)
-        while self._pod_changes and self._pod_changes[0][0] <= until_ms:
-            at_ms = max(0, heapq.heappop(self._pod_changes)[0])
-            while self._pod_changes and self._pod_changes[0][0] <= at_ms:
+        while self._pod_changes and self._pod_changes[0] <= until_ms:
+            at_ms = max(0, heapq.heappop(self._pod_changes))
+            while self._pod_changes and self._pod_changes[0] <= at_ms:
                 heapq.heappop(self._pod_changes)
             self._api = [pod for pod in self._api if pod.end_ms + ENDED_KEPT_MS > at_ms]
             yield KnownPods(at_ms, [pod.api_object(at_ms, start_ms) for pod in self._api if pod.known_ms <= at_ms])
 
     def next_change_ms(self) -> int | None:
         """A time before which :meth:`pod_changes` has no change; None if there will be none."""
-        times = [self._pod_changes[0][0]] if self._pod_changes else []
+        times = self._pod_changes[:1]
         if (coming_ms := self._schedule.next_ms()) is not None:
             times.append(coming_ms)
         return min(times, default=None)
@@ -139,7 +139,7 @@ class SimulatedNode:
                 heapq.heappush(self._changes, (pod.works_ms, 2 * self._order, pod, True))
                 heapq.heappush(self._changes, (pod.end_ms, 2 * self._order + 1, pod, False))
             for at_ms in (*pod.changes_ms(), pod.end_ms + ENDED_KEPT_MS):
-                heapq.heappush(self._pod_changes, (at_ms, self._order))
+                heapq.heappush(self._pod_changes, at_ms)
 
     def _advance(self, until_ms: int) -> None:
         """Apply everything that happens up to ``until_ms``, in order: redraws, and pods' processes that begin and end.
