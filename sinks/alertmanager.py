@@ -29,7 +29,6 @@ from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments, named
 from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
-from delivery.settings import MemberSettings
 from delivery.tasks import set_within
 from sinks import outcomes, receiver
 from sinks.alerts import Transitions, batches, key_of, read_alert
@@ -398,7 +397,15 @@ class AlertmanagerSink:
         """
         http, sender = Http(self.settings), Sender(self.settings.connection(), client_id=self.settings.group)
         letters, outcomes = DeadLetters(sender, "sink alertmanager"), Outcomes(COMPONENT, self._instruments)
-        self._alertmanagers = [self._alertmanager(url, http, letters, outcomes) for url in self.settings.urls]
+        for url in self.settings.urls:
+            notifier = Notifier(url, self.settings, http.post, self._instruments)
+
+            def handler(_: int, notifier: Notifier = notifier) -> AlertmanagerPartition:
+                return AlertmanagerPartition(notifier, letters, outcomes, self.settings.max_alerts)
+
+            member = dataclasses.replace(self.settings, group=self.settings.group_of(url))
+            source = Source(TOPIC.name, handler, self.settings.from_, WHOLE_LOG)
+            self._alertmanagers.append((notifier, GroupReader(member, [source], outcomes, letters)))
         readers = [reader for _, reader in self._alertmanagers]
         try:
             async with connecting(sender):
@@ -416,15 +423,3 @@ class AlertmanagerSink:
             reasons = [*reader.not_ready(), *([f"does not accept: {failing}"] if failing else [])]
             all_reasons += [f"{notifier.receiver.name}: {reason}" for reason in reasons]
         return all_reasons
-
-    def _alertmanager(
-        self, url: str, http: Http, letters: DeadLetters, outcomes: Outcomes
-    ) -> tuple[Notifier, GroupReader]:
-        """The notifier of an Alertmanager, and its reader, in a consumer group of its own."""
-        settings = self.settings
-        notifier = Notifier(url, settings, http.post, self._instruments)
-        shared = (notifier, letters, outcomes, settings.max_alerts)
-        member_settings = {field.name: getattr(settings, field.name) for field in dataclasses.fields(MemberSettings)}
-        member = MemberSettings(**{**member_settings, "group": settings.group_of(url)})
-        source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE_LOG)
-        return notifier, GroupReader(member, [source], outcomes, letters)

@@ -43,14 +43,11 @@ class ListenError(Exception):
     exit_code = 1
 
 
-def _keep_log_record(record: logging.LogRecord) -> bool:
-    """Whether to keep a log record of aiohttp: not that a client sends no proper request, or breaks off."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, ConnectionError | HttpProcessingError | web.RequestPayloadError)
-
+_OF_A_CLIENT = (ConnectionError, HttpProcessingError, web.RequestPayloadError)
+"""A client has sent no proper request, or has broken off. What aiohttp logs of that is not kept."""
 
 _requests_log = log.getChild("requests")
-_requests_log.addFilter(_keep_log_record)
+_requests_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _OF_A_CLIENT)))
 
 
 class _Clients:
