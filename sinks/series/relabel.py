@@ -10,7 +10,7 @@ label; ``labelmap`` sees the labels by name, then those that rules before it hav
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import md5
 from typing import Literal, NamedTuple
 
@@ -104,10 +104,14 @@ class Template:
             if not part and parts:  # $$ is a dollar
                 self._pieces.append("$" + parts.pop())
                 continue
-            name, rest = _group_name(part)
-            if not name:
+            braces = int(part.startswith("{"))
+            end = braces
+            while end < len(part) and (part[end].isalpha() or part[end].isdecimal() or part[end] == "_"):
+                end += 1
+            if end == braces or (braces and not part.startswith("}", end)):  # it is no name of a group
                 self._pieces.append("$" + part)
                 continue
+            name, rest = part[braces:end], part[end + braces :]
             if re.fullmatch("0|[1-9][0-9]{0,8}", name):
                 number = int(name)
             else:
@@ -117,17 +121,6 @@ class Template:
     def expanded(self, groups: Groups) -> str:
         """The text with the groups of a match filled in."""
         return "".join([piece if isinstance(piece, str) else groups[piece] for piece in self._pieces])
-
-
-def _group_name(text: str) -> tuple[str, str]:
-    """The name of a group at the start of a text, empty if there is none, and the text behind it."""
-    start = 1 if text.startswith("{") else 0
-    end = start
-    while end < len(text) and (text[end].isalpha() or text[end].isdecimal() or text[end] == "_"):
-        end += 1
-    if start and not text.startswith("}", end):
-        return "", text
-    return text[start:end], text[end + start :]
 
 
 class Rule(NamedTuple):
@@ -279,11 +272,12 @@ class Relabelling:
     def __init__(self, rules: Sequence[Rules] = (), external: Labels = ()) -> None:
         self._rules, self._external = tuple(rules), external
         self.with_meta = any(group.with_meta for group in rules)
-        targets = {rule.target_label for group in rules for rule in group.rules if rule.target_label}
-        self.more_labels = len(targets) + len(external)
+        all_rules = [rule for group in rules for rule in group.rules]
+        self.more_labels = len({rule.target_label for rule in all_rules if rule.target_label}) + len(external)
         """At most about so many labels it adds."""
+        self._is_touched = cache(lambda name: any(rule.touches(name) for rule in all_rules))
+        """Whether any rule may read or change a label of this name."""
         self._unique_rows: dict[Rows, Rows] = {}
-        self._touched: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
         return bool(self._rules or self._external)
@@ -332,12 +326,6 @@ class Relabelling:
         if new.pop(METRIC_NAME) != _ANY_NAME or not row_names.isdisjoint(new):
             return None
         return Relabelled(SeriesSet(tuple(new.items()), series.rows, series.subject), None, _NONE_WITHHELD)
-
-    def _is_touched(self, name: str) -> bool:
-        """Whether any rule may read or change a label of this name."""
-        if name not in self._touched:
-            self._touched[name] = any(rule.touches(name) for group in self._rules for rule in group.rules)
-        return self._touched[name]
 
     def group(self, group: SampleGroup) -> SampleGroup | None:
         """Relabel the samples of a set; None if all of them are dropped."""

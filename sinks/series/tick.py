@@ -182,6 +182,11 @@ class TickDecoder:
         oldest, (_, number) = next(iter(self._nodes.items()))
         if len(self._nodes) > _NODES or self._ticks - number > _TURNS * len(self._nodes):
             del self._nodes[oldest]
+        readings = []
+        for device, holders, raw in zip(last.devices, last.holders, devices, strict=True):
+            parts = tuple([holder.parts for holder in raw.holders])
+            known = parts if any(parts) else ()
+            readings.append(DeviceReading(device, holders, raw.metrics, known, raw.unattributed, raw.split_scaled))
         return SeriesTick(
             schema=tick.schema,
             cluster=tick.cluster,
@@ -193,13 +198,8 @@ class TickDecoder:
             offset=tick.offset,
             attribution=tick.attribution,
             node_labels=tick.node_labels,
-            devices=tuple(map(_reading, last.devices, last.holders, devices)),
+            devices=tuple(readings),
         )
-
-
-def _reading(device: SeriesDevice, holders: tuple[Holder, ...], raw: _RawDevice) -> DeviceReading:
-    parts = tuple([holder.parts for holder in raw.holders])
-    return DeviceReading(device, holders, raw.metrics, parts if any(parts) else (), raw.unattributed, raw.split_scaled)
 
 
 def _decode_changed(

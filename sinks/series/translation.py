@@ -121,9 +121,17 @@ class Translator:
 
         Series that are not written because of their labels are counted in ``cache.withheld``.
         """
-        self._label_devices(sample, cache)
+        if cache.profiles is not self._profiles:
+            cache.profiles, cache.devices, cache.extras, cache.label_inputs = self._profiles, {}, {}, ()
+        node, attribution, readings = node_of(sample), sample.attribution, sample.devices
+        devices, holders = [reading.device for reading in readings], [reading.holders for reading in readings]
+        label_inputs = (node, attribution, sample.run_id, devices, holders)
+        if label_inputs != cache.label_inputs:
+            cache.labelled = [self._labelled(node, reading, attribution, cache) for reading in readings]
+            cache.label_inputs, cache.pod_infos, cache.shape = label_inputs, {}, ()
+            cache.producer = (sample.run_id, (node.cluster, node.name))
         tick = MeasuredTick()
-        for reading, labelled in zip(sample.devices, cache.labelled, strict=True):
+        for reading, labelled in zip(readings, cache.labelled, strict=True):
             split = split_values(reading)
             tick.split_values.append(split)
             tick.known.append(tuple([value is not None for value in split]) if split else ())
@@ -158,18 +166,6 @@ class Translator:
         if len(self._ends) > _MOST_ENDS:
             self._ends.clear()
 
-    def _label_devices(self, sample: SeriesTick, cache: Cache) -> None:
-        """Label the devices of a tick, unless everything that labels are made of is as in the last tick."""
-        if cache.profiles is not self._profiles:
-            cache.profiles, cache.devices, cache.extras, cache.label_inputs = self._profiles, {}, {}, ()
-        node, attribution, readings = node_of(sample), sample.attribution, sample.devices
-        devices, holders = [reading.device for reading in readings], [reading.holders for reading in readings]
-        inputs = (node, attribution, sample.run_id, devices, holders)
-        if inputs != cache.label_inputs:
-            cache.labelled = [self._labelled(node, reading, attribution, cache) for reading in readings]
-            cache.label_inputs, cache.pod_infos, cache.shape = inputs, {}, ()
-            cache.producer = (sample.run_id, (node.cluster, node.name))
-
     def _measure_parts(
         self, reading: DeviceReading, labelled: LabelledDevice, split: SplitValues, tick: MeasuredTick
     ) -> Mapping[str, Value]:
@@ -195,11 +191,14 @@ class Translator:
             cache.keys.append(metrics.key)
             cache.sets.append(metrics.relabelled)
         for names in self._label_names:
-            sets = [
-                (number, extra)
-                for number, (labelled, known) in enumerate(zip(cache.labelled, tick.known, strict=True))
-                for extra in self._device_extras(names, labelled, known, cache)
-            ]
+            sets: list[tuple[int, ExtraSet]] = []
+            for number, (labelled, known) in enumerate(zip(cache.labelled, tick.known, strict=True)):
+                if known != labelled.known:
+                    labelled.known, labelled.extras = known, {}
+                if names.name not in labelled.extras:
+                    extras = device_extras(names, labelled.held, known)
+                    labelled.extras[names.name] = [self._extra_set(names, extra, cache) for extra in extras]
+                sets += [(number, extra) for extra in labelled.extras[names.name]]
             if names.tenants and names.name not in cache.pod_infos:
                 infos = pod_infos([labelled.held for labelled in cache.labelled])
                 cache.pod_infos[names.name] = [self._extra_set(names, info, cache) for info in infos]
@@ -211,17 +210,6 @@ class Translator:
                 cache.sets.append(relabelled)
                 cache.extra_values.append(values or ())
         cache.prune()
-
-    def _device_extras(
-        self, names: LabelNames, labelled: LabelledDevice, known: tuple[bool, ...], cache: Cache
-    ) -> Sequence[ExtraSet]:
-        """The sets beside a device's metrics."""
-        if known != labelled.known:
-            labelled.known, labelled.extras = known, {}
-        if names.name not in labelled.extras:
-            extras = device_extras(names, labelled.held, known)
-            labelled.extras[names.name] = [self._extra_set(names, extra, cache) for extra in extras]
-        return labelled.extras[names.name]
 
     def _extra_set(self, names: LabelNames, extra: ExtraSeries, cache: Cache) -> ExtraSet:
         """A set beside the metrics: that of the last tick, if it was made of the same source."""
