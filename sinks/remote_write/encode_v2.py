@@ -21,7 +21,7 @@ from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.encoding import (
+from sinks.remote_write.encode_v1 import (
     NAME,
     VALUE_BYTES,
     fixed_varint,

@@ -25,7 +25,7 @@ from delivery.instruments import Instruments
 from sinks.receiver import BACKOFF_FIRST_S, MAX_RETRY_AFTER_S, Http, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
-from sinks.remote_write.encoding import varint
+from sinks.remote_write.encode_v1 import varint
 from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
 from sinks.series.model import SampleGroup, samples_of
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.encoding import fixed_varint, varint
+from sinks.remote_write.encode_v1 import fixed_varint, varint
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.wire import Sample, bits, metadata_v2, read_v1, read_v2, starts_v2
 from topics.metric import Labels
