@@ -316,11 +316,11 @@ class Assignment:
             if self.abandon.is_set():
                 return
             records: Sequence[Record] = batch.get(self.tp, ())
-            if not records:
-                position = await self._skip(position, resume)
-                continue
-            if records[0].offset != position:
-                resume = await self._jump(position, resume, records[0].offset)
+            # the client goes past offsets without a record, such as transaction markers
+            skipped_to = {} if records else await self._group.positions([self.tp])
+            reached = records[0].offset if records else max(position, skipped_to.get(self.tp, position))
+            if reached != position and not self.abandon.is_set():
+                resume, position = await self._jump(position, resume, reached), reached
             history = [record for record in records if record.offset < resume]
             for record in history:
                 await self._turns.next()
@@ -328,7 +328,8 @@ class Assignment:
             if len(history) < len(records):
                 self.next = resume if self.next is None else self.next
                 await self._deliver(records[len(history) :])
-            position = records[-1].offset + 1
+            if records:
+                position = records[-1].offset + 1
 
     async def _be_quiet(self, position: int) -> None:
         """Call the handler's ``quiet``, if the broker has just confirmed that the partition is read to its end."""
@@ -341,14 +342,6 @@ class Assignment:
                 await self._handler.quiet(self.abandon)
         finally:
             self.busy = bool(self._unfinished)
-
-    async def _skip(self, position: int, resume: int) -> int:
-        """Follow the client past offsets without a record, such as a transaction marker. Returns the new position."""
-        reached = (await self._group.positions([self.tp])).get(self.tp, position)
-        if reached <= position or self.abandon.is_set():
-            return position
-        await self._jump(position, resume, reached)
-        return reached
 
     async def _finished(self, position: int, resume: int) -> None:
         """Note that everything before a position is finished, and commit it, unless a delivery has: no delivery commits
