@@ -6,9 +6,9 @@ the same in the next tick is not decoded again: it is the same object.
 On failure: ``msgspec.DecodeError`` if the value is not such a record.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -17,6 +17,8 @@ from topics.attributed import AttributedEvent, AttributedTick, Attribution, Hold
 from topics.catalogue import CATALOGUE
 from topics.samples import Job, Mig
 from topics.topic import UInt, lenient
+
+T = TypeVar("T")
 
 KEYS = tuple(CATALOGUE)
 """The keys of metrics, in the order of their fields."""
@@ -147,8 +149,8 @@ class _LastTick(NamedTuple):
 
 
 _DEVICE_FIELDS = SeriesDevice.__struct_fields__
-_device_fields = attrgetter(*_DEVICE_FIELDS)
-_holder_fields = attrgetter(*[name for name in _RawHolder.__struct_fields__ if name != "parts"])
+_HOLDER_FIELDS = tuple([name for name in _RawHolder.__struct_fields__ if name != "parts"])
+_device_fields, _holder_fields = attrgetter(*_DEVICE_FIELDS), attrgetter(*_HOLDER_FIELDS)
 _RAW_DECODERS = {
     field.name: msgspec.json.Decoder(field.type).decode
     for field in (*msgspec.structs.fields(SeriesDevice), *msgspec.structs.fields(Holder))
@@ -220,10 +222,8 @@ def _decode_changed(
             decoded.device_fields.append(last.device_fields[index])
             decoded.devices.append(last.devices[index])
         else:
-            present = [(name, field) for name, field in zip(_DEVICE_FIELDS, fields, strict=True) if field != _ABSENT]
-            values = {name: _RAW_DECODERS[name](field) if name in _RAW_DECODERS else field for name, field in present}
             decoded.device_fields.append(_copied(fields))
-            decoded.devices.append(SeriesDevice(**values))
+            decoded.devices.append(_decode_fields(SeriesDevice, _DEVICE_FIELDS, fields))
         if index >= 0 and last.holder_fields[index] == fields_of_holders:
             decoded.holder_fields.append(last.holder_fields[index])
             decoded.holders.append(last.holders[index])
@@ -232,23 +232,14 @@ def _decode_changed(
             decoded.holders.append(decoded.holders[-1])
         else:
             decoded.holder_fields.append(list(map(_copied, fields_of_holders)))
-            decoded.holders.append(tuple(map(_holder, raw.holders)))
+            decoded.holders.append(tuple([_decode_fields(Holder, _HOLDER_FIELDS, of) for of in fields_of_holders]))
     return decoded
 
 
-def _holder(raw: _RawHolder) -> Holder:
-    return Holder(
-        raw.namespace,
-        raw.pod,
-        pod_uid=raw.pod_uid,
-        container=raw.container,
-        workload=_RAW_DECODERS["workload"](raw.workload) if raw.workload else None,
-        job=raw.job,
-        statefulset=raw.statefulset,
-        deployment=raw.deployment,
-        labels=_RAW_DECODERS["labels"](raw.labels) if raw.labels else {},
-        namespace_labels=_RAW_DECODERS["namespace_labels"](raw.namespace_labels) if raw.namespace_labels else {},
-    )
+def _decode_fields(kind: type[T], names: Sequence[str], fields: Iterable[Any]) -> T:
+    """The object with these fields, of which nested ones are raw JSON; what is absent has its default."""
+    present = [(name, field) for name, field in zip(names, fields, strict=True) if field != _ABSENT]
+    return kind(**{name: _RAW_DECODERS[name](field) if name in _RAW_DECODERS else field for name, field in present})
 
 
 def _copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
