@@ -188,17 +188,15 @@ def _read(file: Path) -> Any:
         return _schema().empty_table()
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise pa.ArrowInvalid(f"{file} can't be read: {error}") from error
-    if missing := [name for name in (*Key._fields, *_ORDER) if not _has_column(table, name)]:
+    missing = [
+        name  # each is there once, as it is written, and records can be ordered by what is in it
+        for name in (*Key._fields, *_ORDER)
+        if [field.type for field in table.schema if field.name == name] != [_schema().field(name).type]
+        or (name in _ORDER and table[name].null_count)
+    ]
+    if missing:
         raise pa.ArrowInvalid(f"{file} is no file of this sink: it lacks the columns {', '.join(missing)}")
     return rows
-
-
-def _has_column(table: Any, name: str) -> bool:
-    """Whether a table has a column once, of the type that the sink writes, and by which records can be ordered."""
-    number = table.schema.get_field_index(name)
-    if number < 0 or table.schema.field(number).type != _schema().field(name).type:
-        return False
-    return name not in _ORDER or not table[number].null_count
 
 
 class Disk:

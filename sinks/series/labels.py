@@ -17,8 +17,6 @@ from topics.metric import Labels
 from topics.profiles import INFO, LABELS, Attribute, LabelNames
 from topics.samples import Job
 
-Pairs = Iterable[tuple[str, str | int | None]]
-
 META = "__meta_gpustream_"
 """The prefix of labels that only relabelling rules see."""
 
@@ -190,7 +188,7 @@ def labels_without_room(pod: HolderIdentity, info: Labels, max_labels: int) -> i
     return max(0, len(pod.tenant_labels) - on_devices - on_info)
 
 
-def nonempty(pairs: Pairs) -> list[tuple[str, str]]:
+def nonempty(pairs: Iterable[tuple[str, str | int | None]]) -> list[tuple[str, str]]:
     """The pairs that have a value, with values that any receiver accepts."""
     return [(name, text) for name, value in pairs if value is not None and (text := sanitised(str(value)))]
 

@@ -26,8 +26,6 @@ _HELP: dict[Aggregate, str] = {"min": "Lowest value", "mean": "Mean of the value
 _NO_QUANTITIES = ("", "bitmask", "code")
 _OF_EVERY_TICK: Subject = "errors"
 
-Identities = Callable[[SeriesSet], Sequence[Hashable]]
-
 
 def aggregates(text: str) -> tuple[Aggregate, ...]:
     """The aggregates of a list such as ``min,max``; none of an empty text.
@@ -56,7 +54,7 @@ class NodeWindow:
     def __init__(
         self,
         resolution: Resolution,
-        identities: Identities,
+        identities: Callable[[SeriesSet], Sequence[Hashable]],
         ts_ms: int,
         keys: Sequence[Key],
         groups: list[SampleGroup],
