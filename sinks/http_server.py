@@ -11,12 +11,12 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from delivery.listening import bound_host
 from delivery.values import Address
@@ -58,9 +58,7 @@ class _Clients:
         self._answering: set[object] = set()  # the protocols of those that wait for an answer
 
     @web.middleware
-    async def note_answering(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def note_answering(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Note for how long a connection waits for an answer."""
         self._answering.add(request.protocol)
         try:

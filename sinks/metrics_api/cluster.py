@@ -44,10 +44,11 @@ class GroupTaken(Exception):
 
 
 class FrontProxy(NamedTuple):
-    """The CA of the API server's client certificates, and the allowed names; empty: any name."""
+    """The CA of the API server's client certificates, None if it was not asked for, and the allowed names; empty: any
+    name."""
 
-    ca: str
-    names: frozenset[str]
+    ca: str | None = None
+    names: frozenset[str] = frozenset()
 
 
 class _Meta(msgspec.Struct):
@@ -94,7 +95,7 @@ class ApiServer:
         self._client, self._service = client, service
         self._lists = asyncio.Semaphore(_LISTS_AT_ONCE)
         self._health = ApiHealth("the API server", log)
-        self.front_proxy: FrontProxy | None = None
+        self.front_proxy = FrontProxy()
 
     async def start(self, stop: asyncio.Event, *, ask_front_proxy: bool) -> None:
         """Ensure that the API group is ours, and read the front proxies' CA if asked to; until ``stop`` is set.
@@ -104,7 +105,7 @@ class ApiServer:
         await self._client.start()
         await self._retry(self.require_group, stop)
         if ask_front_proxy:
-            self.front_proxy = await self._retry(self._front_proxy, stop)
+            self.front_proxy = await self._retry(self._front_proxy, stop) or self.front_proxy
 
     async def refresh(self) -> None:
         """Keep the front proxies' CA up to date, for ever."""

@@ -8,13 +8,14 @@ In: requests. Out: JSON. An error is a ``Status`` of Kubernetes below ``/apis``,
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import Counter
 
 from delivery.kubernetes.client import Unreachable
@@ -24,7 +25,6 @@ from sinks.metrics_api.custom_metrics import GROUP, VERSIONS, DescribedObject, V
 from sinks.metrics_api.holdings import SERVED, SUMMED, Holding, Holdings, combined_value, pod_value
 from sinks.metrics_api.selectors import EVERYTHING, Selector, SelectorError
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PodHoldings = Mapping[str, list[Holding]]
 """The holdings of pods, by name."""
 

@@ -160,11 +160,9 @@ class MetricsApiSink:
         """The present CA of the clients."""
         if self.settings.client_ca is not None:
             return self.settings.client_ca.read_text(encoding="utf-8", errors="replace")
-        return self._cluster.front_proxy.ca if self._cluster is not None and self._cluster.front_proxy else None
+        return self._cluster.front_proxy.ca if self._cluster is not None else None
 
     def _names(self) -> frozenset[str]:
         """The allowed names of front proxies; empty: any name."""
-        if self.settings.client_names:
-            return frozenset(self.settings.client_names)
-        front_proxy = self._cluster.front_proxy if self._cluster is not None else None
-        return front_proxy.names if front_proxy is not None else frozenset()
+        from_cluster = self._cluster.front_proxy.names if self._cluster is not None else frozenset[str]()
+        return frozenset(self.settings.client_names) or from_cluster

@@ -11,12 +11,13 @@ import contextlib
 import ipaddress
 import time
 from collections import Counter as Count
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from delivery.clock import now_ms
 from delivery.instruments import Instruments
@@ -91,9 +92,7 @@ class PageServer:
         ]
 
     @web.middleware
-    async def guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count the request, refuse it if it has another host's name, and give errors the common headers.
 
         A web site can resolve its own name to the address of this machine, and read what it serves (DNS rebinding).

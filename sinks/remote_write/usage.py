@@ -23,7 +23,7 @@ from sinks.series.labels import (
     DeviceIdentity,
     HolderIdentity,
     labels,
-    node_identity,
+    node_of,
     nonempty,
     tenant_labels,
 )
@@ -84,9 +84,8 @@ def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) 
     elif usage.namespace is not None and usage.pod is not None:
         pod = usage.namespace, usage.pod, usage.pod_uid, usage.container
         holder = HolderIdentity(*pod, None, None, None, workload, tuple(tenant_labels(usage.labels, {})))
-    node = node_identity(usage.cluster, usage.node, usage.node_labels)
     parent = usage.gpu_uuid if is_mig else None
-    device = DeviceIdentity(node, usage.uuid, parent, model=usage.model, holder=holder, job=job)
+    device = DeviceIdentity(node_of(usage), usage.uuid, parent, model=usage.model, holder=holder, job=job)
     own = {
         "gpu_mig_uuid": usage.uuid if is_mig else None,
         "k8s_node_name": usage.node,

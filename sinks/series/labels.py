@@ -16,6 +16,7 @@ from topics.attributed import Holder, HoldingPod, Workload
 from topics.metric import Labels
 from topics.profiles import INFO, LABELS, Attribute, LabelNames
 from topics.samples import Job
+from topics.usage import Usage
 
 META = "__meta_gpustream_"
 """The prefix of labels that only relabelling rules see."""
@@ -91,14 +92,9 @@ class DeviceIdentity(NamedTuple):
     """The values of the record's ``info``, in the order of ``INFO``; empty if no label shows them."""
 
 
-def node_of(tick: SeriesTick) -> NodeIdentity:
-    """The node of a tick."""
-    return node_identity(tick.cluster, tick.node, tick.node_labels)
-
-
-def node_identity(cluster: str, node: str, node_labels: Mapping[str, str]) -> NodeIdentity:
-    """A node, with its location from its labels."""
-    return NodeIdentity(cluster, node, *(node_labels.get(name) for name in _LOCATION_LABELS))
+def node_of(record: SeriesTick | Usage) -> NodeIdentity:
+    """The node of a tick or of an hour of usage, with its location from its labels."""
+    return NodeIdentity(record.cluster, record.node, *(record.node_labels.get(name) for name in _LOCATION_LABELS))
 
 
 def holder_identity(holder: Holder, container: str | None = None) -> HolderIdentity:

@@ -28,8 +28,6 @@ OPEN = Access(guarded=False, names=frozenset, token_file=None)
 class Pods:
     """An API server's lists of pods."""
 
-    front_proxy = None
-
     def __init__(self, answers: dict[str, set[str] | Exception]) -> None:
         self.answers = answers
 
