@@ -81,7 +81,7 @@ class RemoteWritePartition:
         self._ledger = Ledger()
         self._lanes: dict[bytes | None, Lane] = {}
         self._finished: dict[int, tuple[Outcome, str, SeriesTick | None, Counts]] = {}  # by offset; not counted yet
-        self._abandon: asyncio.Event | None = None
+        self._abandon = asyncio.Event()  # that of the assignment by which the unfinished records were read
         self._moved = asyncio.Event()
         self._in_doubt_before = 0
         self._counted_s = -math.inf
@@ -107,7 +107,7 @@ class RemoteWritePartition:
             await self._shared.turns.next()  # all partitions may have got many at the same time
             if abandon.is_set():
                 break  # the rest is read again by the next owner
-            self._put(record, abandon)
+            self._put(record)
         self._queue.pump()
         while True:
             self._moved.clear()
@@ -137,7 +137,7 @@ class RemoteWritePartition:
         self._progress.at_end |= not self._enqueued
         now_s, after_s = time.monotonic(), self._shared.stale_after_s
         for key in [key for key, read in self._open.items() if now_s - read.read_s >= read.open_for_s(after_s)]:
-            self._close(key)
+            self._enqueue(self._open.pop(key))
         self._queue.pump()
         # a node with an open window, or with records that wait or are in flight, is not silent
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.busy or lane.waiting}
@@ -169,9 +169,9 @@ class RemoteWritePartition:
         self._newest.clear()
         self._enqueued = 0
         self._ledger.forget()
-        self._abandon = None
+        self._abandon = asyncio.Event()
 
-    def _put(self, record: Record, abandon: asyncio.Event) -> None:
+    def _put(self, record: Record) -> None:
         """Put a record into its node's lane, unless it was finished before the partition was revoked."""
         slot = self._ledger.admit(self._tp, record.offset, len(record.value or b""))
         if record.offset in self._finished:
@@ -179,11 +179,11 @@ class RemoteWritePartition:
             return
         read = ReadRecord(record, slot, in_doubt=record.offset < self._in_doubt_before)
         if self._series.resolution is None:
-            self._enqueue(read, abandon)
+            self._enqueue(read)
             return
         self._log_s += min(max(0.0, (record.timestamp - self._logged_ms) / 1000), _LOG_GAP_S)
         self._logged_ms, read.log_s = record.timestamp, self._log_s
-        self._fold(read, abandon)
+        self._fold(read)
         after_s, due = min(self._shared.stale_after_s, MAX_OPEN_S), list[bytes | None]()
         for key, oldest in self._open.items():
             if self._log_s - oldest.log_s <= after_s:
@@ -191,27 +191,27 @@ class RemoteWritePartition:
             if self._log_s - oldest.log_s > oldest.open_for_s(after_s):
                 due.append(key)
         for key in due:  # a window that stays open in a backlog would keep all that is read after it unfinished
-            self._close(key)
+            self._enqueue(self._open.pop(key))
 
-    def _enqueue(self, read: ReadRecord, abandon: asyncio.Event) -> None:
+    def _enqueue(self, read: ReadRecord) -> None:
         """Put a record into the lane of its node."""
         lane = self._lanes.get(read.record.key)
         if lane is None:
-            lane = Lane(proxy(self._series), WeakMethod(self._settle), self._moved, abandon)
+            lane = Lane(proxy(self._series), WeakMethod(self._settle), self._moved, self._abandon)
             self._lanes[read.record.key] = lane
         lane.waiting.append(read)
         self._enqueued += 1
         if len(lane.waiting) == 1 and not lane.busy:
             self._queue.ready(lane)
 
-    def _fold(self, read: ReadRecord, abandon: asyncio.Event) -> None:
+    def _fold(self, read: ReadRecord) -> None:
         """Put a tick into its node's window, or close that and open the next one if the tick is past it."""
         key = read.record.key
         try:
             sample = decoded(read.record, decode, TOPIC.name)
         except Undecodable as error:
             read.error = str(error)
-            self._enqueue(read, abandon)
+            self._enqueue(read)
             return
         verdict = self._series.verdict(sample, self._newest.get(key))
         if verdict == "replay":
@@ -219,7 +219,7 @@ class RemoteWritePartition:
             return
         last = self._open.get(key)
         if last is not None and last.window and (verdict == "new_log" or not last.window.includes(sample.ts_ms)):
-            self._close(key)
+            self._enqueue(self._open.pop(key))
             last = None
         read.window, read.read_s = self._series.fold(sample, last.window if last else None), time.monotonic()
         read.sample = self._newest[key] = msgspec.structs.replace(sample, devices=())
@@ -229,12 +229,6 @@ class RemoteWritePartition:
         self._ledger.set_aside(read.slot)
         self._open.pop(key, None)
         self._open[key] = read
-
-    def _close(self, key: bytes | None) -> None:
-        """Close a window, and enqueue it to be sent."""
-        last = self._open.pop(key)
-        if self._abandon is not None:
-            self._enqueue(last, self._abandon)
 
     def _is_full(self) -> bool:
         """Whether no more records should be read before some are finished."""
@@ -247,7 +241,7 @@ class RemoteWritePartition:
         """Settle records of a node whose ticks were sent: write dead letters and note the outcomes."""
         for read, result in sent:
             tick, abandon = read.tick, self._abandon
-            if abandon is None or read.slot.epoch != self._ledger.epoch:
+            if read.slot.epoch != self._ledger.epoch:
                 return
             if tick and result and (read.in_doubt or result.in_doubt) and self._series.is_newest(tick):
                 result.refused = [refused for refused in result.refused if refused[1].reason not in THERE]

@@ -133,12 +133,12 @@ class ScrapePartition:
         self.partition = partition
         self._shared = shared
         self._nodes: dict[tuple[str, str], _RenderedNode] = {}
-        self._abandon: asyncio.Event | None = None
+        self._abandon = asyncio.Event()
         self._at_end_s = -math.inf  # when the partition was last read to its end
 
     def series(self) -> Iterator[SampleGroup]:
         """The series to show now."""
-        if self._abandon is not None and self._abandon.is_set():
+        if self._abandon.is_set():
             return
         self._forget_silent_nodes()
         for node in self._nodes.values():
