@@ -308,7 +308,10 @@ class Assignment:
             if self._unfinished:
                 await self._deliver(())
             elif position >= resume:
-                await self._finished(position, resume)
+                # no delivery commits markers: a log that ends in them would never be finished
+                if position > (resume if self.next is None else self.next):
+                    await self._commit(position)
+                self.next = position
             if position >= resume:
                 await self._be_quiet(position)
             wait_s = _POLL_BUSY_S if self._unfinished and not holds else _POLL_S
@@ -328,8 +331,7 @@ class Assignment:
             if len(history) < len(records):
                 self.next = resume if self.next is None else self.next
                 await self._deliver(records[len(history) :])
-            if records:
-                position = records[-1].offset + 1
+            position = records[-1].offset + 1 if records else position
 
     async def _be_quiet(self, position: int) -> None:
         """Call the handler's ``quiet``, if the broker has just confirmed that the partition is read to its end."""
@@ -342,13 +344,6 @@ class Assignment:
                 await self._handler.quiet(self.abandon)
         finally:
             self.busy = bool(self._unfinished)
-
-    async def _finished(self, position: int, resume: int) -> None:
-        """Note that everything before a position is finished, and commit it, unless a delivery has: no delivery commits
-        markers, and a log that ends in them would never be finished."""
-        if position > (resume if self.next is None else self.next):
-            await self._commit(position)
-        self.next = position
 
     async def _jump(self, position: int, resume: int, got: int) -> int:
         """Handle a gap in the offsets from a position on, or a recreated topic. Returns where to resume."""
