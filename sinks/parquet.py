@@ -14,6 +14,7 @@ import asyncio
 import fcntl
 import importlib
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -253,7 +254,7 @@ class ParquetPartition(Handler):
         self._abandon: asyncio.Event | None = None
         self._hours: dict[int, dict[bytes, Usage]] = {}
         self._pending = self._dead_lettered = self._next_offset = 0
-        self._since_s: float | None = None
+        self._since_s = math.inf
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Collect records, and write them if they are many or old, or if the partition is being revoked."""
@@ -262,12 +263,25 @@ class ParquetPartition(Handler):
             self._abandon = abandon
         now_s = asyncio.get_running_loop().time()
         for record in records:
-            await self._collect(record, abandon)
+            try:
+                usage = decoded(record, _decode, HOURS.name) if record.value is not None else None
+                if usage is not None and usage.key.encode() != record.key:
+                    raise Undecodable(f"not a record of {HOURS.name}: its key is another")
+                if usage is not None and usage.start_ms > MAX_TIME_MS:
+                    raise Undecodable(f"not a record of {HOURS.name}: of a time after 9999")
+            except Undecodable as error:
+                await self._letters.write(record, str(error), abandon)
+                self._dead_lettered, usage = self._dead_lettered + 1, None
+            if usage is not None:
+                hour = self._hours.setdefault(usage.start_ms, {})
+                pending = hour.get(record.key or b"")
+                if pending is None or usage.order > pending.order:
+                    hour[record.key or b""] = usage
+            self._pending, self._next_offset = self._pending + 1, record.offset + 1
+            self._since_s = min(self._since_s, now_s)
             if self._pending >= MAX_PENDING:
                 yield await self._write(abandon)
-        if self._pending and self._since_s is None:
-            self._since_s = now_s
-        is_due = self._since_s is not None and now_s - self._since_s >= self._write_every_s
+        is_due = now_s - self._since_s >= self._write_every_s
         if self._pending and (is_due or abandon.is_set() or not self._hours):
             yield await self._write(abandon)
 
@@ -275,26 +289,7 @@ class ParquetPartition(Handler):
         """Forget the pending records."""
         self._hours = {}
         self._pending = self._dead_lettered = self._next_offset = 0
-        self._since_s = None
-
-    async def _collect(self, record: Record, abandon: asyncio.Event) -> None:
-        """Keep a record, unless a pending one of its key has the same or a higher order. Raises Abandoned."""
-        try:
-            usage = decoded(record, _decode, HOURS.name) if record.value is not None else None
-            if usage is not None and usage.key.encode() != record.key:
-                raise Undecodable(f"not a record of {HOURS.name}: its key is another")
-            if usage is not None and usage.start_ms > MAX_TIME_MS:
-                raise Undecodable(f"not a record of {HOURS.name}: of a time after 9999")
-        except Undecodable as error:
-            await self._letters.write(record, str(error), abandon)
-            self._dead_lettered += 1
-        else:
-            if usage is not None:
-                hour = self._hours.setdefault(usage.start_ms, {})
-                pending = hour.get(record.key or b"")
-                if pending is None or usage.order > pending.order:
-                    hour[record.key or b""] = usage
-        self._pending, self._next_offset = self._pending + 1, record.offset + 1
+        self._since_s = math.inf
 
     async def _write(self, abandon: asyncio.Event) -> int:
         """Write the pending records. Returns the offset after them. Raises Abandoned."""
