@@ -292,7 +292,8 @@ class PhysicalGpu:
                 self.calls.refusals["mig"] = failed_call = FailedCall(self.calls.current_call, error.name)
                 if is_unsupported(error):
                     self._support.mark_refused(MIG_MODE, failed_call)
-                    self._identity = {**self._identity, "compute_slices": 1}
+                    if failed_call.call == MIG_MODE and not self._support.has_answered(MIG_MODE):  # it never had MIG
+                        self._identity = {**self._identity, "compute_slices": 1}
                 else:
                     self.calls.count(self.calls.current_call, error.name)
             else:

@@ -572,6 +572,23 @@ def test_a_mig_mode_that_is_refused_for_a_while_keeps_the_mig_devices_and_is_que
     assert [bench.uuids() for _ in range(60)][-1] == ["GPU-0", "MIG-a", "MIG-b"]
 
 
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount"])
+def test_a_gpu_that_was_cut_is_not_said_to_be_uncuttable_while_it_refuses_its_mig_mode(function: str) -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"), None, None, None)
+    bench.read()
+    bench.gpu.fail(function, binding.NOT_SUPPORTED)
+    slices = {tuple(device["compute_slices"] for device in bench.read().devices) for _ in range(30)}
+    assert slices == {(4, 4)}
+
+
+def test_a_gpu_in_mig_mode_that_does_not_report_its_slots_is_not_said_to_be_uncuttable() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"))
+    bench.gpu.fail("nvmlDeviceGetMaxMigDeviceCount", binding.NOT_SUPPORTED)
+    assert "compute_slices" not in bench.read().devices[0]
+
+
 def test_info_that_a_gpu_refuses_at_first_is_queried_again() -> None:
     bench = Bench()
     model = bench.gpu.answers["nvmlDeviceGetName"]
