@@ -148,7 +148,7 @@ class Processes:
         try:
             processes: Sequence[Any] = self._calls.ask(name, self.handle, *arguments)
         except NvmlError as error:
-            if error.code == binding.NOT_FOUND:
+            if error.code == binding.NOT_FOUND and name in UTILIZATION:  # there is no new sample
                 return ()
             if error.code == binding.INSUFFICIENT_SIZE and retry:
                 return self._list(name, *arguments, retry=False)

@@ -126,6 +126,13 @@ def test_if_one_list_fails_the_others_are_not_used_alone() -> None:
     assert bench.calls.errors() == [(GRAPHICS, "NO_PERMISSION")]
 
 
+def test_a_list_that_is_not_found_is_no_empty_one() -> None:
+    bench = Bench()
+    bench.fail(COMPUTE, binding.NOT_FOUND)
+    assert bench.read().rows is None
+    assert bench.calls.errors() == [(COMPUTE, "NOT_FOUND")]
+
+
 def test_a_list_that_grew_is_requested_once_more() -> None:
     bench = Bench()
     answers: list[Any] = [binding.NvmlError(binding.INSUFFICIENT_SIZE), [running(7)]]
@@ -196,6 +203,26 @@ def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
     bench.clock.now_s += 1
     with patch.object(time, "time_ns", lambda: (now_us - hour_us) * 1000):
         assert _utilizations(bench) == [0.8]
+
+
+def test_a_clock_that_is_set_back_a_little_does_not_make_busy_processes_idle() -> None:
+    bench = Bench()
+    now_us = time.time_ns() // 1000
+    samples = [busy(7, 50, now_us)]
+
+    def since(last_us: int) -> list[Any]:
+        return [sample for sample in samples if sample.timeStamp > last_us]
+
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = since
+    assert _utilizations(bench) == [0.5]
+    utilizations = []
+    for at_us in range(now_us - 29_999_999, now_us + 9_000_000, 1_000_000):
+        samples.append(busy(7, 80, at_us))
+        bench.clock.now_s += 1
+        with patch.object(time, "time_ns", lambda: at_us * 1000):  # noqa: B023 - it is called in this round
+            utilizations += _utilizations(bench)
+    assert set(utilizations) == {0.8}
 
 
 def test_samples_with_times_since_boot_are_read_as_well() -> None:

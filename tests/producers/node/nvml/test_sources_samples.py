@@ -107,6 +107,25 @@ def test_a_clock_that_is_set_back_does_not_silence_the_samples(back_us: int) -> 
         assert bench.read() == Spread(0.7, 0.7, 0.7)
 
 
+@pytest.mark.parametrize("is_lost_meanwhile", [False, True])
+def test_samples_from_before_a_clock_was_set_back_a_little_do_not_count_and_silence_none(
+    is_lost_meanwhile: bool,
+) -> None:
+    bench = Bench()
+    now_us = time.time_ns() // 1000
+    for at_us in range(now_us - 9_000_000, now_us + 1, 1_000_000):
+        bench.keep(at_us, 90)
+    bench.read()
+    if is_lost_meanwhile:
+        bench.samples.forget()
+    spreads = []
+    for at_us in range(now_us - 5_499_999, now_us + 3_000_000, 1_000_000):
+        bench.keep(at_us, 20)
+        with patch.object(time, "time_ns", lambda: at_us * 1000):  # noqa: B023 - it is called in this round
+            spreads.append(bench.read())
+    assert spreads == [None] + [Spread(0.2, 0.2, 0.2)] * 8
+
+
 def test_a_failure_is_raised_and_the_samples_of_that_time_are_reported_later() -> None:
     bench = Bench()
     bench.keep(1, 1)
