@@ -289,6 +289,10 @@ class Support:
         wait = first if previous is None else min(longest, 2 * previous.wait)
         self._refused[source] = _RefusedSource(failed_call, wait, self._readings + wait)
 
+    def forget(self, source: Hashable) -> None:
+        """Ask the source again in the next reading, if it was refused."""
+        self._refused.pop(source, None)
+
     def failed_call(self, source: Hashable) -> FailedCall | None:
         """The call by which the source was refused when it was asked last; None if it was not."""
         refused = self._refused.get(source)

@@ -151,6 +151,7 @@ class PhysicalGpu:
             for _, device in self._sampled_devices():
                 device.metrics.forget_counts()  # when the GPU comes back, its counters may start again from 0
             self._was_lost, self._listed_s = True, None  # and its layout may differ
+            self._support.forget(INFO)  # it may have refused what it is only because it was lost
         took_s, errors = self._clock() - began_s, self.calls.errors()
         return GpuReading(
             self._identity, devices, gpu_lost, errors, process_kinds, took_s, read_ms, changes, self.calls.slowest
@@ -335,6 +336,7 @@ class PhysicalGpu:
         """The MIG devices by slot. If a call fails for one that was listed before, what is known of it stays.
         Raises NvmlError, GpuLost."""
         instances = {}
+        known_by_uuid = {instance.uuid: instance for instance in self._mig_slots.values()}
         for slot in range(slots):
             known = self._mig_slots.get(slot)
             self._empty_slots.append(slot)
@@ -354,7 +356,7 @@ class PhysicalGpu:
             gpu_instance = self.calls.optional("nvmlDeviceGetGpuInstanceId", handle)
             compute_instance = self.calls.optional("nvmlDeviceGetComputeInstanceId", handle)
             instance = MigInstance(handle, uuid, gpu_instance, compute_instance, profile[1] if profile else None)
-            if known is not None and known.uuid == uuid:
+            if (known := known_by_uuid.get(uuid)) is not None:  # if another was destroyed, it has another slot now
                 answered = {key: value for key, value in instance._asdict().items() if value is not None}
                 instance = known._replace(**answered)
             instances[slot] = instance

@@ -340,6 +340,19 @@ def test_what_a_mig_device_is_stays_if_a_later_listing_does_not_say_it(function:
     assert [bench.read().devices[1] for _ in range(12)] == [before] * 12
 
 
+def test_a_mig_device_that_has_another_slot_stays_what_it_is_if_the_listing_does_not_say_it() -> None:
+    bench = Bench()
+    destroyed, moved = part("MIG-a"), part("MIG-b", 2, "2g.20gb")
+    bench.gpu.cut(destroyed, moved)
+    before = bench.read().devices[2]["mig"]
+    bench.gpu.cut(moved, None)
+    destroyed.error = binding.NOT_FOUND
+    moved.fail("nvmlDeviceGetName", binding.UNKNOWN)
+    moved.fail("nvmlDeviceGetGpuInstanceId", binding.UNKNOWN)
+    _, device = bench.read().devices
+    assert device["mig"] == before
+
+
 def test_a_listing_that_fails_keeps_the_layout_and_is_counted() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a"))
@@ -598,6 +611,21 @@ def test_info_that_a_gpu_refuses_at_first_is_queried_again() -> None:
     devices = [bench.read().devices[0] for _ in range(700)]
     assert devices[-1]["model"] == model
     assert bench.call_count("nvmlDeviceGetName") == 2
+
+
+def test_what_a_gpu_is_that_was_lost_when_it_was_opened_is_known_as_soon_as_it_is_back() -> None:
+    bench = Bench()
+    answers = bench.gpu.answers
+    bench.gpu.answers = dict.fromkeys([*answers, "nvmlDeviceGetFieldValues"], NvmlError(binding.RESET_REQUIRED))
+    for _ in range(30):
+        assert str(bench.read().lost).startswith("RESET_REQUIRED")
+    bench.gpu.answers = answers
+    (device,) = bench.read().devices
+    assert [device[key] for key in ("model", "pci_bus_id", "minor")] == [
+        "NVIDIA H100 80GB HBM3",
+        "00000000:0A:00.0",
+        0,
+    ]
 
 
 def test_info_that_a_gpu_refuses_at_first_is_later_that_of_its_mig_devices_too() -> None:
