@@ -274,7 +274,9 @@ class Gpus:
             return
         if gpu.state == "ok" and not self._is_opening:
             self._events.add(gpu.index, gpu.gpu.handle)
-        self._lost.answered(gpu.uuid)
+        identities = self._lost.answered(gpu.uuid, works=gpu.state == "ok")
+        if gpu.state != "ok":  # all that it has given may be its UUID
+            gpu.last_devices = [{**identity, "index": gpu.index} for identity in identities] or gpu.last_devices
         others = [reader for reader in self._gpus if reader is not gpu and reader.uuid == gpu.uuid]
         if others:
             gpu.refuse(f"it has the UUID of GPU {others[0].index}")
@@ -325,11 +327,15 @@ class LostGpus:
         if logged:
             self._logged.add(uuid)
 
-    def answered(self, uuid: str) -> None:
-        identities = self._missing.pop(uuid, None)
-        if identities is not None and uuid in self._logged:
+    def answered(self, uuid: str, *, works: bool) -> Sequence[Mapping[str, Any]]:
+        """The GPU has given its UUID, so its reader reports it from now on; returns the identities that it had. Empty
+        if it was not missing."""
+        identities = self._missing.pop(uuid, ())
+        if identities and uuid in self._logged:
             self._logged.discard(uuid)
-            log.info("%s is back", _title(identities), extra=log_fields(identities[0]))
+            if works:
+                log.info("%s is back", _title(identities), extra=log_fields(identities[0]))
+        return identities
 
     def report(self) -> None:
         """Log each missing GPU once. Call it when every GPU of the driver has given its UUID."""

@@ -21,6 +21,7 @@ from producers.node import instruments as own
 from producers.node.cgroups import ProcessOwner
 from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding, reader
+from producers.node.nvml.binding import NvmlError
 from producers.node.nvml.driver import LONGEST_REOPENING_S, DriverReplaced
 from producers.node.nvml.events import RETRY_EVERY_S, XID_EVENT
 from tests.eventually import LIMIT_S, eventually
@@ -714,6 +715,28 @@ async def test_a_gpu_that_can_not_be_opened_again_stays_in_the_ticks_and_is_repo
     assert lost == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
     quick.nvml.gpus[1].error = None
     await quick.until_states(OK | {"GPU-new": "ok"})
+
+
+async def test_a_lost_gpu_that_gives_only_its_uuid_when_it_is_opened_again_keeps_its_identity_and_mig_devices(
+    quick: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost_gpu = quick.nvml.gpus[1]
+    lost_gpu.cut(part("MIG-a"))
+    before = {device["uuid"]: device for device in await quick.open()}
+    answers = lost_gpu.answers
+    lost_gpu.answers = dict.fromkeys([*answers, "nvmlDeviceGetFieldValues"], NvmlError(binding.UNKNOWN))
+    quick.nvml.gpus.insert(0, FakeDevice("GPU-new"))
+    caplog.set_level(logging.INFO)
+    quick.census.look = lambda: ["GPU-new", "GPU-0", "GPU-2"]
+    quick.run()
+    await quick.until_states({**OK, "GPU-1": "lost", "MIG-a": "lost", "GPU-new": "ok"})
+    devices = {device["uuid"]: device for device in await quick.read()}
+    for uuid in ("GPU-1", "MIG-a"):
+        kept = {key: value for key, value in before[uuid].items() if key != "processes"}
+        assert devices[uuid] == {**kept, "index": 2, "state": "lost", "metrics": {}}
+    assert "GPU 1 (GPU-1) is back" not in caplog.messages
+    lost_gpu.answers = answers
+    await quick.until_states({**OK, "MIG-a": "ok", "GPU-new": "ok"})
 
 
 async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
