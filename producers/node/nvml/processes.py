@@ -3,8 +3,9 @@
 In: NVML's lists of processes, and their control groups. Out: processes as in gpu.samples.
 State: which lists the device has; the last utilization of each process, and the time of the newest sample.
 On failure: if one of the device's lists fails, this tick has no processes at all, because an incomplete list would look
-like a complete one. If the utilization fails, the processes are reported without it. A list that the device does not
-support is asked for again later.
+like a complete one. Every device that has any list has that of compute processes, so without it the processes are not
+known, even if the device says that it does not support it. If the utilization fails, the processes are reported without
+it. A list that the device does not support is asked for again later.
 Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that counts as 0.
 """
 
@@ -31,7 +32,7 @@ class DeviceProcesses(NamedTuple):
 
 
 class _ListFailed(Exception):
-    """The device supports the list, but it could not be read this time. The error is counted already."""
+    """The list could not be read this time. An error is counted already."""
 
 
 class Processes:
@@ -56,8 +57,6 @@ class Processes:
         try:
             memory_by_pid = self._memory()
         except _ListFailed:
-            memory_by_pid = None
-        if memory_by_pid is None:
             self._missing["processes"] = [name for names in PROCESS_LISTS for name in names]
             return DeviceProcesses(None, {})
         utilization = self._utilization(memory_by_pid) if memory_by_pid else None
@@ -83,16 +82,13 @@ class Processes:
             for value_name, names in self._missing.items()
         }
 
-    def _memory(self) -> dict[int, int | None] | None:
-        """The memory of each process in bytes, None if it is not known. None in place of the dict if the device
-        supports no list of processes. Raises GpuLost, _ListFailed."""
+    def _memory(self) -> dict[int, int | None]:
+        """The memory of each process in bytes, None if it is not known. Raises GpuLost, _ListFailed."""
         memory_by_pid: dict[int, int | None] = {}
-        any_list = False
         for names in PROCESS_LISTS:
             answer = self._first_supported(names)
-            if answer is None and any(map(self._support.has_answered, names)):
+            if answer is None and (names == PROCESS_LISTS[0] or any(map(self._support.has_answered, names))):
                 raise _ListFailed
-            any_list = any_list or answer is not None
             for process in answer or ():
                 memory_bytes = process.usedGpuMemory
                 if memory_bytes is not None and measured(memory_bytes, 64, AS_IS, BYTES) is None:
@@ -100,7 +96,7 @@ class Processes:
                     memory_bytes = None
                 amounts = [amount for amount in (memory_by_pid.get(process.pid), memory_bytes) if amount is not None]
                 memory_by_pid[process.pid] = max(amounts, default=None)  # it may be in two lists
-        return memory_by_pid if any_list else None
+        return memory_by_pid
 
     def _utilization(self, pids: Container[int]) -> Mapping[int, float | None] | None:
         """How busy each process keeps the device; a missing process did nothing. None for an implausible value, which

@@ -126,6 +126,15 @@ def test_if_one_list_fails_the_others_are_not_used_alone() -> None:
     assert bench.calls.errors() == [(GRAPHICS, "NO_PERMISSION")]
 
 
+@pytest.mark.parametrize("code", [binding.NOT_SUPPORTED, binding.INVALID_ARGUMENT])
+def test_a_mig_device_that_refuses_its_list_of_compute_processes_at_first_is_not_said_to_have_none(code: int) -> None:
+    bench = Bench(mig_enabled=True)
+    bench.fail(COMPUTE, code)
+    assert [bench.read().rows for _ in range(30)] == [None] * 30
+    bench.answers[COMPUTE] = [running(7)]
+    assert [row["pid"] for row in [bench.read().rows for _ in range(64)][-1] or ()] == [7]
+
+
 def test_a_list_that_is_not_found_is_no_empty_one() -> None:
     bench = Bench()
     bench.fail(COMPUTE, binding.NOT_FOUND)
