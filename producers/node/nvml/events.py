@@ -91,13 +91,14 @@ class Events:
         self._new_watch = functools.partial(_XidWatch, nvml, clock, wait_s)
         self._watch = self._new_watch()
         self._added: set[int] = set()
+        self._settled = True
         self._hang_logged = False
         self.pause()
 
     @property
     def busy(self) -> bool:
-        """Whether a wait has not returned, so that NVML must not be opened again."""
-        return self._worker.busy
+        """Whether a wait has not returned, or its set is not freed yet, so that NVML must not be opened again."""
+        return self._worker.busy or not self._settled
 
     def refusals(self) -> dict[int, FailedCall]:
         unsupported = self._watch.unsupported
@@ -151,6 +152,7 @@ class Events:
         return ended
 
     def _wait_for_events(self, watch: "_XidWatch") -> None:
+        self._settled = False
         self._worker.submit(watch.run).add_done_callback(functools.partial(self._settle, watch))
 
     def _settle(self, watch: "_XidWatch", wait: "asyncio.Future[_WaitResult]") -> None:
@@ -160,7 +162,8 @@ class Events:
             self._on_xid(xid)
         for call, error in wait.result().errors:
             self._instruments.counter(names.NVML_ERRORS, call, error).inc()
-        if not (watch.is_done or self.busy):
+        self._settled = True
+        if not self.busy and (watch.has_set or not watch.is_done):  # one that is done only frees its set
             self._wait_for_events(watch)
 
 
@@ -189,6 +192,10 @@ class _XidWatch:
         """Whether there is nothing left to wait for."""
         idle = not self._handles and self.new.empty()
         return self.unsupported is not None or idle or self.ending.is_set()
+
+    @property
+    def has_set(self) -> bool:
+        return self._event_set is not None
 
     def calling_s(self) -> float:
         """How long the current call has run, in seconds; 0 if there is none."""

@@ -32,10 +32,13 @@ class Bench:
         self.events = Events(
             self.nvml,
             self.instruments,
-            on_xid=self.reported.append,
+            on_xid=self.on_xid,
             clock=lambda: time.monotonic() + self.ahead_s,
             wait_s=0.05,
         )
+
+    def on_xid(self, xid: Xid) -> None:
+        self.reported.append(xid)
 
     @property
     def errors(self) -> list[tuple[str, str]]:
@@ -220,6 +223,20 @@ async def test_a_pause_frees_the_set_and_it_can_start_again(bench: Bench) -> Non
     bench.nvml.xid(bench.nvml.gpus[0], 13)
     await eventually(lambda: bench.reported)
     assert bench.codes() == [(0, 13)]
+
+
+async def test_a_pause_just_after_a_wait_that_has_ended_with_an_error_frees_the_set_too() -> None:
+    class PausingBench(Bench):
+        def on_xid(self, xid: Xid) -> None:
+            super().on_xid(xid)
+            self.events.pause()
+            assert self.events.busy
+
+    async with closing(PausingBench()) as bench:
+        await bench.watch()
+        bench.nvml.xid(bench.nvml.gpus[0], 13)
+        await eventually(lambda: bench.reported and not bench.events.busy)
+        assert bench.nvml.sets == []
 
 
 @pytest.mark.parametrize("call", [WAIT, "nvmlEventSetCreate"])
