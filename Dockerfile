@@ -10,6 +10,8 @@ ARG BASE=python:3.11.17-slim-trixie@sha256:45037981b62b34b44602584fccbc4d884d5f7
 FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
+# Another index of packages: --build-arg PIP_INDEX_URL=URL. It may be any, since the hashes are checked.
+ARG PIP_INDEX_URL
 WORKDIR /src
 COPY requirements.lock .
 # Every wheel of the lock file, its hash checked; those for development stay in this stage. There is no wheel of

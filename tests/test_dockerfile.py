@@ -61,6 +61,14 @@ def test_every_dependency_comes_from_the_lock_file_with_its_hash() -> None:
     assert "--no-index --find-links /wheels" in install
 
 
+def test_packages_may_come_from_another_index_of_which_the_image_says_nothing() -> None:
+    names = [instruction.name for instruction in BUILD]
+    index = next(number for number, start in enumerate(BUILD) if start.rest == "PIP_INDEX_URL")
+    assert BUILD[index].name == "ARG"
+    assert index < names.index("RUN"), "an argument is a variable of the lines after it"
+    assert not any("PIP_INDEX_URL" in instruction.rest for instruction in FINAL)
+
+
 def test_the_final_stage_only_takes_what_was_built() -> None:
     assert arguments_of(FINAL, "COPY") == ["--from=build /opt/gpustream /opt/gpustream"]
     assert arguments_of(FINAL, "RUN") == []
