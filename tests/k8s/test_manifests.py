@@ -338,6 +338,19 @@ def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
     }
 
 
+def test_flux_leaves_what_looks_like_its_variables_as_it_is() -> None:
+    """Of a Kustomization with `postBuild` it replaces them, and empties those that it does not know."""
+    folders = {
+        file.parent
+        for folder in kustomizations()
+        for file in folder.iterdir()
+        if "${" in (file.read_text() if file.is_file() else "")
+    }
+    assert folders == {K8S / "components" / "dashboards"}
+    options = kustomizations()[K8S / "components" / "dashboards"]["generatorOptions"]
+    assert options["annotations"] == {"kustomize.toolkit.fluxcd.io/substitute": "disabled"}
+
+
 def test_the_alert_that_one_of_ours_is_down_looks_at_the_job_that_the_monitor_gives_it() -> None:
     (down,) = [rule["expr"] for rule in prometheus_rules() if rule.get("alert") == "GpustreamDown"]
     (jobs,) = re.findall('up{job=~"(.*)"} == 0', down)
