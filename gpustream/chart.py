@@ -125,6 +125,15 @@ POD_VALUES: dict[str, dict[str, Any]] = {
         ),
         "More mounts of the container.",
     ),
+    "extraPodSpec": doc(
+        kubernetes_object(
+            "dnsConfig dnsPolicy hostAliases hostNetwork hostUsers initContainers preemptionPolicy schedulerName "
+            "topologySpreadConstraints"
+        ),
+        "More fields of the pods' spec, such as dnsConfig, hostAliases and initContainers; topologySpreadConstraints "
+        "in place of the chart's.",
+    ),
+    "revisionHistoryLimit": doc(COUNT, "How many old revisions Kubernetes keeps; without it 10."),
     "secret": doc(
         TEXT, "A Secret of yours whose files the pod sees in /etc/gpustream/NAME, for options that name files."
     ),
@@ -207,6 +216,7 @@ GLOBAL_VALUES: dict[str, dict[str, Any]] = {
     ),
     "fullnameOverride": doc(TEXT, "What the names of all objects begin with; empty: the release's name."),
     "commonLabels": doc(TEXTS, "More labels of every object; those of pods are `defaults.podLabels`."),
+    "commonAnnotations": doc(TEXTS, "More annotations of every object; those of pods are `defaults.podAnnotations`."),
     "kafkaSecret": doc(
         TEXT,
         "A Secret of yours whose files every pod sees in /etc/gpustream/kafka; with `strimzi.users` ca.crt is enough, "

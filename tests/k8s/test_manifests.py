@@ -293,6 +293,13 @@ def test_a_service_has_ports_of_one_workload(thing: Object) -> None:
     assert ports == {name: 443 if name == "api" else port for name, port in ports_of(workload).items()}
 
 
+def test_a_service_says_what_its_ports_speak_so_that_a_mesh_need_not_guess() -> None:
+    services = [thing for thing in OBJECTS if thing.kind == "Service" and not str(thing).startswith("try/")]
+    ports = [port for thing in services for port in thing.content["spec"]["ports"]]
+    protocols = {"metrics": "http", "gpus": "http", "page": "http", "api": "https"}
+    assert {port["name"]: port["appProtocol"] for port in ports} == protocols
+
+
 @pytest.mark.parametrize("thing", [thing for thing in WORKLOADS if thing.kind == "StatefulSet"], ids=str)
 def test_a_stateful_set_is_governed_by_a_headless_service_beside_it(thing: Object) -> None:
     service = the("Service", thing.content["spec"]["serviceName"])

@@ -82,20 +82,42 @@ the API server refuses that. */ -}}
 {{- include "gpustream.texts" $labels }}
 {{- end }}
 
+{{- /* In: [root, a component or nothing, the object's name, its namespace or nothing, its own labels and annotations]. Out:
+the metadata of an object. Its own win, one by one: of a hook they say what it is. */ -}}
+{{- define "gpustream.metadata" -}}
+{{- $root := index . 0 }}
+{{- $own := len . | eq 5 | ternary (last .) dict }}
+{{- $labels := include "gpustream.labels" (list $root (index . 1)) | fromYaml }}
+{{- range $name, $value := $own.labels }}
+{{- $_ := set $labels $name $value }}
+{{- end }}
+{{- $annotations := dict }}
+{{- range $some := list $root.Values.commonAnnotations $own.annotations }}
+{{- range $name, $value := $some }}
+{{- $_ := set $annotations $name $value }}
+{{- end }}
+{{- end }}
+name: {{ index . 2 | quote }}
+{{- with index . 3 }}
+namespace: {{ . | quote }}
+{{- end }}
+labels:
+  {{- include "gpustream.texts" $labels | trim | nindent 2 }}
+{{- with $annotations }}
+annotations:
+  {{- include "gpustream.texts" . | trim | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- /* In: [root, settings]. Out: the component's own account. */ -}}
 {{- define "gpustream.account" -}}
+{{- $root := index . 0 }}
 {{- $c := index . 1 }}
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  name: {{ $c.fullname }}
-  namespace: {{ (index . 0).Release.Namespace | quote }}
-  labels:
-    {{- include "gpustream.labels" (list (index . 0) $c.name) | nindent 4 }}
-  {{- with $c.serviceAccount.annotations }}
-  annotations:
-    {{- include "gpustream.texts" . | trim | nindent 4 }}
-  {{- end }}
+  {{- $own := dict "annotations" $c.serviceAccount.annotations }}
+  {{- include "gpustream.metadata" (list $root $c.name $c.fullname $root.Release.Namespace $own) | nindent 2 }}
 {{- end }}
 
 {{- /* In: [the name of a value, its labels]. Out: nothing. It fails if one of them is a label by which things are found. */ -}}

@@ -70,7 +70,10 @@ spec:
   resourceClaims:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- if and (not $isJob) (not $isNode) }}
+  {{- with $c.extraPodSpec }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if not (or $isJob $isNode (hasKey ($c.extraPodSpec | default dict) "topologySpreadConstraints")) }}
   topologySpreadConstraints:
     - maxSkew: 1
       topologyKey: kubernetes.io/hostname
