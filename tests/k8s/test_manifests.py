@@ -432,6 +432,15 @@ def test_the_kubelets_folders_are_mounted_where_its_sockets_are_looked_for(monke
             assert mounts[volume]["readOnly"] is True
 
 
+def test_where_a_variable_gives_nobody_gpus_the_component_and_the_values_of_eks_mount_them() -> None:
+    (patch,) = kustomizations()[K8S / "components" / "nvidia-volume-mount"]["patches"]
+    mount, volume = (operation["value"] for operation in yaml.safe_load(patch["patch"]))
+    eks = yaml.safe_load((K8S / "helm" / "gpustream" / "ci" / "eks.yaml").read_text())
+    assert (eks["node"]["extraVolumeMounts"], eks["node"]["extraVolumes"]) == ([mount], [volume])
+    assert (volume["hostPath"]["path"], mount["mountPath"]) == ("/dev/null", "/var/run/nvidia-container-devices/all")
+    assert eks["selinux"], "Bottlerocket enforces it"
+
+
 @of_workloads
 def test_only_who_asks_the_api_server_has_a_token_and_nobody_has_variables_of_services(thing: Object) -> None:
     asks = thing.name in {"cluster", "reclaim"}
