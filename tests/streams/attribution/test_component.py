@@ -1,7 +1,6 @@
 """The joiner: what it sends, in which order, and when a record counts as finished."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -83,7 +82,7 @@ async def test_outputs_keep_the_order_of_each_nodes_ticks_whatever_is_awaited(mo
             for batch in (app.batch(SAMPLES, partition, 7), app.batch(ALLOCATIONS, partition, 1))
         ]
         while len(app.sender.sent) < 120 and not app.failures:
-            app.joiner.ends(time.monotonic(), {tp: len(log) for tp, log in app.logs.items() if tp.topic == ALLOCATIONS})
+            app.joiner.ends(app.now_s(), {tp: len(log) for tp, log in app.logs.items() if tp.topic == ALLOCATIONS})
             await asyncio.sleep(0.001)
         await asyncio.gather(*taking)
 

@@ -30,7 +30,7 @@ async def test_a_tick_whose_snapshot_never_comes_goes_when_the_end_has_been_read
     await app.read(SAMPLES)
 
     async with looking(app, monkeypatch):
-        app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 0): 1})
+        app.joiner.ends(app.now_s(), {Partition(ALLOCATIONS, 0): 1})
         await asyncio.sleep(0.01)
         assert app.sender.sent == []
         assert app.ends_asked > 0
@@ -53,7 +53,7 @@ async def test_an_end_that_was_asked_for_before_the_tick_was_read_does_not_relea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = FakeApp(grace_s=0.0)
-    before_s = time.monotonic()
+    before_s = app.now_s() - 0.001
     app.log(tick(1, 1))
     await app.read(SAMPLES)
 
@@ -72,7 +72,7 @@ async def test_the_end_of_another_partition_does_not_release_a_tick_of_this_one(
     await app.read(SAMPLES)
 
     async with looking(app, monkeypatch):
-        app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 1): 0, Partition(WORKLOADS, 0): 0})
+        app.joiner.ends(app.now_s(), {Partition(ALLOCATIONS, 1): 0, Partition(WORKLOADS, 0): 0})
         await asyncio.sleep(0.01)
 
     assert app.sender.sent == []
@@ -275,7 +275,7 @@ async def test_an_end_asked_in_an_epoch_that_is_over_lets_nothing_go(monkeypatch
     app = FakeApp(grace_s=0.0)
     app.log(tick(1, 1))
     await app.read(SAMPLES)
-    app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 0): 0})
+    app.joiner.ends(app.now_s(), {Partition(ALLOCATIONS, 0): 0})
     app.begin({Partition(SAMPLES, 0): 0})
     await app.read(SAMPLES)
 
@@ -309,7 +309,7 @@ async def test_state_that_is_kept_is_used_after_a_rebalance_and_state_that_is_dr
     assert [s.partition for s in app.sender.sent] == [0]
 
     async with looking(app, monkeypatch):
-        app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 1): 1})
+        app.joiner.ends(app.now_s(), {Partition(ALLOCATIONS, 1): 1})
         await until_sent(app, 2)
     assert [output.attribution for output in app.sender.outputs()] == ["exact", "none"]
 
