@@ -3,9 +3,10 @@
 In: the records of a cluster, in the order of their log. Out: the state of each action.
 
 An intention is granted if fewer than the budget were granted in the hour before it in the log; undone ones count,
-and refused ones do not, except if they were interrupted: the API server may still answer their requests. What a replica
-decides about an action before it has read the intention of another counts for nothing. Every reader of the log comes to
-the same result, so replicas of the sink share the budget without any other agreement.
+and refused ones do not, except if they were interrupted: the API server may still answer their requests. What was done
+after all counts from when that was written. What a replica decides about an action before it has read the intention of
+another counts for nothing: only one of them acts. Every reader of the log comes to the same result, so replicas of the
+sink share the budget without any other agreement.
 """
 
 from collections import deque
@@ -50,19 +51,15 @@ class Ledger:
         if action.cluster != self._cluster:
             return
         granted = self._granted[budget_of(action.action)]
-        if not _is_late(action, self._last.get(action.id), is_granted=action.id in granted):
+        is_late = _is_late(action, self._last.get(action.id), is_granted=action.id in granted)
+        if not is_late:
             self._last[action.id] = action
             self._unsettled.pop(action.id, None)
             if action.state in ("intended", "planned"):
                 self._unsettled[action.id] = action
             if action.state == "intended":
                 self._intentions[action.id] = action
-                at_ms = logged_ms if logged_ms > 0 else epoch_ms(action.at)
-                was_granted = granted.pop(action.id, -HOUR_MS) > at_ms - HOUR_MS
-                if was_granted or self.left(budget_of(action.action), at_ms) > 0:
-                    granted[action.id] = at_ms  # it may only be done now: its hour begins again
-            elif action.state == "refused" and action.target is not None and action.reason != "interrupted":
-                granted.pop(action.id, None)
+            self._count(action, logged_ms if logged_ms > 0 else epoch_ms(action.at))
         self._last_logged_ms.pop(action.id, None)
         self._last_logged_ms[action.id] = logged_ms
         while (oldest := next(iter(self._last_logged_ms.items())))[1] < logged_ms - KEPT_MS:
@@ -70,7 +67,21 @@ class Ledger:
                 actions.pop(oldest[0], None)
             for of_budget in self._granted.values():
                 of_budget.pop(oldest[0], None)
-        self._read.append((action, action.id in granted and self._last[action.id].state not in OVER))
+        is_granted = not is_late and action.id in granted and self._last[action.id].state not in OVER
+        self._read.append((action, is_granted))
+
+    def _count(self, action: Action, at_ms: int) -> None:
+        """Count an action against its budget from a time on, or not any more."""
+        budget = budget_of(action.action)
+        granted = self._granted[budget]
+        if action.state == "intended":
+            was_granted = granted.pop(action.id, -HOUR_MS) > at_ms - HOUR_MS
+            if was_granted or self.left(budget, at_ms) > 0:
+                granted[action.id] = at_ms  # it may only be done now: its hour begins again
+        elif action.state == "refused" and action.target is not None and action.reason != "interrupted":
+            granted.pop(action.id, None)
+        elif action.state == "done":
+            granted.setdefault(action.id, at_ms)
 
     def last(self, action: str) -> Action | None:
         """The last record of an action, by its id; None if there is none."""
@@ -85,8 +96,8 @@ class Ledger:
         return list(self._unsettled.values())
 
     def verdict(self, written: Action) -> bool | None:
-        """Whether an intention that was written is within the budget, and its action is not done yet; None: it was not
-        read back yet."""
+        """Whether an intention that was written is within the budget, and its action is neither done yet nor begun by
+        another replica; None: it was not read back yet."""
         return next((granted for read, granted in reversed(self._read) if read == written), None)
 
     def has_room(self, action: Action, now_ms: int) -> bool:
@@ -106,11 +117,12 @@ class Ledger:
 
 def _is_late(action: Action, last: Action | None, *, is_granted: bool) -> bool:
     """Whether a record was written by a replica that had not read the last one. An outcome has the target of its
-    intention; what is refused without one was never begun by who wrote that."""
+    intention, and ``by``; what is refused without a target was never begun by who wrote that."""
     if last is None or action.state == "undone":
         return False
     is_outcome = action.state in ("intended", "done") or (action.state == "refused" and action.target is not None)
-    return last.state in OVER or (last.state == "intended" and is_granted and not is_outcome)
+    is_of_last = is_outcome and action.by == last.by
+    return last.state in OVER or (last.state == "intended" and is_granted and not is_of_last)
 
 
 def is_repeated(action: Action, last: Action | None) -> bool:

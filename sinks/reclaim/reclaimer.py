@@ -333,8 +333,8 @@ class Reclaimer:
             return
         is_granted = self.ledger.has_room(intention, self._now_ms()) and await self._write(intention, abandon)
         last = self.ledger.last(intention.id)
-        if last is not None and last.state in OVER:
-            return  # by another replica, whose records were not read before
+        if last is not None and (last.state in OVER or (last.state == "intended" and last.by != self._by)):
+            return  # done or begun by another replica, whose records were not read before
         if not is_granted:
             budget = self.settings.event_budget if kind == "event" else self.settings.budget
             text = f"the budget of {budget} an hour is spent: {subject(firing.alert)} is tried again"

@@ -952,6 +952,37 @@ def test_what_another_replica_decides_before_it_has_read_an_intention_frees_no_b
     assert _intention(0) in ledger.unsettled()
 
 
+def test_what_was_refused_and_done_after_all_counts_against_the_budget() -> None:
+    ledger = Ledger("c1", {"stop": 1, "event": 0})
+    for state in ("intended", "refused", "done"):
+        ledger.add(_intention(0, state=state), START_MS)
+    assert ledger.left("stop", START_MS) == 0
+
+
+async def test_of_two_replicas_that_begin_an_action_at_once_one_acts_and_its_outcome_counts() -> None:
+    """As when a partition was taken from a process that still decides about its alerts."""
+    world = World("scale")
+    world.write(world.deployment())
+    sinks = [world.replica(instance_id=name) for name in ("first", "second")]
+    requests: list[str] = []
+
+    async def lose(target: Target, namespace: str, content: Json) -> Json | None:
+        requests.append(content["metadata"]["annotations"][RECLAIMED_BY])
+        world.api.patch(DEPLOYMENT, world.api.objects[DEPLOYMENT], content)
+        raise Unreachable("timeout", "no answer")
+
+    async def deny(target: Target, namespace: str, content: Json) -> Json | None:
+        requests.append(content["metadata"]["annotations"][RECLAIMED_BY])
+        raise Denied("rejected", "no")
+
+    for sink, change in zip(sinks, (lose, deny), strict=True):
+        sink.reclaimer.cluster.change = change  # type: ignore[method-assign]
+    await asyncio.gather(*(sink.run() for sink in sinks))
+    await world.replica(instance_id="third").run(later_ms=10_000)
+    assert (world.states(), len(requests)) == (["intended", "intended", "done"], 1)
+    assert [action.by for action in world.log] == ["first", "second", "first"]
+
+
 async def test_nothing_is_kept_of_an_alert_of_which_a_compaction_has_left_only_the_deletion() -> None:
     world = World("scale=4h")
     world.write(world.deployment())
