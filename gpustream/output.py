@@ -163,6 +163,8 @@ def written(file: Path) -> Iterator[TextIO]:
             with file.open("w", encoding="utf-8", newline="") as out:
                 yield out
             return
+        with contextlib.suppress(FileNotFoundError):
+            file.stat()  # of links that lead to themselves: before Python 3.13 the next line raises no OSError
         target = file.resolve()
         temporary = target.with_name(f".{target.name}.tmp")
         temporary.unlink(missing_ok=True)

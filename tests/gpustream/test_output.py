@@ -47,3 +47,12 @@ def test_a_file_is_not_written_through_a_link_that_somebody_else_put_beside_it(t
         out.write("ours")
 
     assert (file.read_text(), other.read_text(), file.is_symlink()) == ("ours", "theirs", False)
+
+
+def test_a_link_that_leads_to_itself_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tmp_path / "week.html"
+    loop.symlink_to(loop)
+    with pytest.raises(SystemExit, match="1"), written(loop):
+        pass
+
+    assert "week.html: it can't be written: " in capsys.readouterr().err
