@@ -72,10 +72,11 @@ async def plan(reader: History, time_range: Range, now_ms: int) -> Plan:
             " there is counted. `gpustream sink parquet` keeps it for longer."
         )
     minutes: dict[Partition, Span] = {}
+    hours_range, asked_from_ms = time_range.hours, time_range.from_ms
     for part in time_range.partial_hours:
         spans, is_cut = await _spans(reader, MINUTES, part, now_ms)
         if is_cut:
-            hours_range, is_at_start = time_range.hours, part.from_ms == time_range.from_ms
+            is_at_start = part.from_ms == asked_from_ms
             time_range = (
                 time_range._replace(from_ms=hours_range.from_ms)
                 if is_at_start

@@ -67,6 +67,13 @@ async def test_a_time_within_an_hour_whose_minutes_are_gone_can_not_be_answered(
     assert len(result.notes) == 1
 
 
+async def test_a_time_around_an_hour_s_end_whose_minutes_are_gone_can_not_be_answered() -> None:
+    end_ms = NOW_MS - 10 * DAY_MS
+    time = Range(end_ms - 30 * MINUTE_MS, end_ms + 30 * MINUTE_MS)
+    result = await planned(time, minutes_ms=NOW_MS - 7 * DAY_MS)
+    assert (result.range.is_nonempty, len(result.notes)) == (False, 2)
+
+
 async def test_a_partition_that_is_new_or_empty_is_not_taken_for_one_that_was_cut() -> None:
     time = Range(NOW_MS - 2 * DAY_MS - 30 * MINUTE_MS, NOW_MS)
     result = await planned(time, minutes_ms=NOW_MS - HOUR_MS, hours_ms=NOW_MS)
