@@ -159,12 +159,14 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     differences = mismatches(topics.values(), descriptions, optional.values())
     if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
         by_node = [descriptions[name] for name in descriptions if (topics | optional)[name].by_node]
-        ours, *theirs = [
-            f"with the prefix {prefix!r}" if prefix else "without a prefix"
-            for prefix in (connection.topic_prefix, *others)
-        ]
-        found = f"there is no topic of gpustream {ours}, but there are some {' and '.join(theirs)}"
-        hint = f"{found}: is --topic-prefix right?" if theirs else ""
+        hint = ""
+        if others:
+            ours, *theirs = [
+                f"with the prefix {prefix!r}" if prefix else "without a prefix"
+                for prefix in (connection.topic_prefix, *others)
+            ]
+            found = f"there is no topic of gpustream {ours}, but there are some {' and '.join(theirs)}"
+            hint = f"{found}: is --topic-prefix right?"
         raise ContractMismatch(breaking, command(connection, by_node), hint)
     partitions = {connection.unprefixed(name): descriptions[name].partitions for name in topics}
     return Checked(partitions, tuple(differences))

@@ -144,15 +144,14 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
         if len(state.pending) > MAX_PENDING and not _has_snapshots(state, first, event_snapshots(first)):
             state = _replace(state, skip_grace=True)
     elif isinstance(record, Allocations):
-        key, runs = (record.run_id, record.seq), state.snapshot_runs
-        if key not in state.snapshots:  # it may come again unchanged; then the first record counts
+        key, runs, snapshots = (record.run_id, record.seq), state.snapshot_runs, state.snapshots
+        if key not in snapshots:  # it may come again unchanged; then the first record counts
             if record.run_id in runs:
                 previous = _latest(state, record.run_id, below=record.seq)
             else:
                 previous, runs = _latest(state, runs[-1]) if runs else None, (*runs, record.run_id)
-            snapshots = {**state.snapshots, key: index_snapshot(record, previous)}
-            state = _replace(state, snapshots=snapshots, snapshot_runs=runs)
-        state = _replace(state, skip_grace=False)
+            snapshots = {**snapshots, key: index_snapshot(record, previous)}
+        state = _replace(state, snapshots=snapshots, snapshot_runs=runs, skip_grace=False)
     elif isinstance(record, LoggedWorkloads):
         # What was logged before the record has been read; another one may be logged in the same millisecond.
         watermark_ms = max(state.watermark_ms, record.logged_ms - 1)

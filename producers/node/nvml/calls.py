@@ -280,7 +280,7 @@ class Support:
 
     def mark_answered(self, source: Hashable) -> None:
         self._answered.add(source)
-        self._refused.pop(source, None)
+        self.forget(source)
 
     def mark_refused(self, source: Hashable, failed_call: FailedCall) -> None:
         has_answered = source in self._answered

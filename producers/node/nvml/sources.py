@@ -34,7 +34,7 @@ class SampleCursor:
     def __init__(self) -> None:
         self._newest_us: int | None = None
         self._last_read_us = 0
-        self._outdated_us: frozenset[int] = frozenset()
+        self._outdated_us: set[int] = set()
 
     def since_us(self) -> int | None:
         """The time after which samples are new. None if it is not known: at first, and after the clock was set back,
@@ -48,14 +48,15 @@ class SampleCursor:
     def new_samples(self, samples: Sequence[T], time_us: Callable[[T], int]) -> list[T]:
         """The samples that were not read before. A driver may give older samples than asked for, and some of the far
         future. In the first reading, those that are later than now are from before the clock was set back."""
-        times_us = frozenset(map(time_us, samples))
         if self._newest_us is None:
-            self._outdated_us = frozenset(at_us for at_us in times_us if at_us > self._last_read_us)
-        self._outdated_us &= times_us  # the driver has dropped the others
+            self._outdated_us = {at_us for at_us in map(time_us, samples) if at_us > self._last_read_us}
+        elif self._outdated_us:  # some may have been dropped by the driver
+            self._outdated_us.intersection_update(map(time_us, samples))
         last_us, latest_us = self._newest_us or 0, self._last_read_us + _FUTURE_US
-        new_us = {at_us for at_us in times_us - self._outdated_us if last_us < at_us <= latest_us}
-        new = [sample for sample in samples if time_us(sample) in new_us]
-        self._newest_us = max(new_us, default=last_us)
+        new = [sample for sample in samples if last_us < time_us(sample) <= latest_us]
+        if self._outdated_us:
+            new = [sample for sample in new if time_us(sample) not in self._outdated_us]
+        self._newest_us = max(map(time_us, new), default=last_us)
         return new
 
     def forget(self) -> None:

@@ -197,16 +197,22 @@ def test_a_sample_from_the_future_does_not_hide_those_of_the_present() -> None:
     assert since_times_us == [0, now_us]
 
 
-def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
-    bench = Bench()
-    now_us, hour_us = time.time_ns() // 1000, 3_600_000_000
-    samples = [busy(7, 50, now_us)]
+def kept_by_driver(bench: Bench, sample: Any) -> list[Any]:
+    """The samples of process 7 that the driver has, of which it gives those that are newer than asked for."""
+    samples = [sample]
 
     def since(last_us: int) -> list[Any]:
         return [sample for sample in samples if sample.timeStamp > last_us]
 
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = since
+    return samples
+
+
+def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
+    bench = Bench()
+    now_us, hour_us = time.time_ns() // 1000, 3_600_000_000
+    samples = kept_by_driver(bench, busy(7, 50, now_us))
     assert _utilizations(bench) == [0.5]
     samples[:] = [busy(7, 80, now_us - hour_us)]
     bench.clock.now_s += 1
@@ -217,13 +223,7 @@ def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
 def test_a_clock_that_is_set_back_a_little_does_not_make_busy_processes_idle() -> None:
     bench = Bench()
     now_us = time.time_ns() // 1000
-    samples = [busy(7, 50, now_us)]
-
-    def since(last_us: int) -> list[Any]:
-        return [sample for sample in samples if sample.timeStamp > last_us]
-
-    bench.answers[COMPUTE] = [running(7)]
-    bench.answers[NEWER] = since
+    samples = kept_by_driver(bench, busy(7, 50, now_us))
     assert _utilizations(bench) == [0.5]
     utilizations = []
     for at_us in range(now_us - 29_999_999, now_us + 9_000_000, 1_000_000):
