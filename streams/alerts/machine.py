@@ -35,10 +35,10 @@ from streams.alerts.reports import (
     Step,
     Write,
     alert_write,
-    count_holdings,
     finish_step,
     firing_alert,
     rank_reports,
+    report_holdings,
     reports_to_other_rules,
     resolved_alert,
     scope_of_pod,
@@ -124,15 +124,13 @@ def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules)
     tick = with_known_uids(tick, state.memory)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = after_tick(state, tick, log_position, memory)
-    reports: list[Write] = []
     step_ends = tick.ts_ms // STEP_MS != state.last_ts_ms // STEP_MS  # the rules may be new: report it regularly
     some_missing = len(memory.devices) != len(tick.devices)  # a missing device stops being held after some time
-    if state.holdings is None or memory.devices is not state.memory.devices or some_missing or step_ends:
-        after, reports = with_holdings(after, count_holdings(after, rules))
+    may_hold_others = state.holdings is None or memory.devices is not state.memory.devices or some_missing or step_ends
     if after.maintenance is not None:
         findings = []
-    reports += rank_reports(state, after, tick, rules)
-    if not (findings or state.tracked or state.resolved or reports):
+    reports = rank_reports(state, after, tick, rules)
+    if not (findings or state.tracked or state.resolved or reports or may_hold_others):
         return Step(after, announced)
     context = _Context(tick, rules, state, findings, memory, {}, {})
     for condition in state.tracked:
@@ -159,6 +157,8 @@ def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules)
         if alert is not None:
             writes.append(alert_write(alert, updated or condition, tick.ts_ms, repeat=alert is condition.alert))
             writes += reports_to_other_rules(alert, updated or condition, tick.ts_ms, rules)
+    after, holding_reports = with_holdings(after, rules, writes, may_hold_others=may_hold_others)
+    writes += holding_reports
     unchanged = len(tracked) == len(state.tracked) and all(map(operator.is_, tracked, state.tracked))
     return finish_step(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
@@ -415,7 +415,7 @@ def announce(state: NodeAlerts) -> Step:
     tracked: list[Tracked] = []
     writes: list[Write] = []
     if _has_no_memory(state):
-        state, writes = with_holdings(state, {})
+        state, writes = report_holdings(state, {})
     for condition in state.tracked:
         if condition.alert is not None and condition.written_ms is None:
             writes.append(alert_write(condition.alert, condition, state.last_ts_ms))

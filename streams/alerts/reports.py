@@ -6,6 +6,7 @@ the step that has ended, by which they are compared.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -208,9 +209,29 @@ def reports_to_other_rules(alert: Alert, condition: Tracked, now_ms: int, rules:
     return [Write("report", report.group, report) for report in reports]
 
 
-def count_holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
-    """How many devices of the node each workload, or pod without one, holds, by the fingerprint of each group that it
-    may have."""
+def with_holdings(
+    state: NodeAlerts, rules: Rules, writes: Iterable[Write], *, may_hold_others: bool
+) -> tuple[NodeAlerts, list[Write]]:
+    """The state with how many devices each workload holds on the node now, and the reports of the numbers that have
+    changed. A pod without a workload is on no other node, so its number is reported from its first other report on.
+    Nothing is counted unless ``may_hold_others``, or ``writes`` has such a report."""
+    before = state.holdings or {}
+    new_groups = {write.fingerprint for write in writes if isinstance(write.alert, AlertReport)} - before.keys()
+    if not (may_hold_others or new_groups):
+        return state, []
+    holdings = {
+        group: count
+        for owner, count in _count_devices(state).items()
+        for rule in rules.rules
+        if rule.kind in WASTE and (rule.enabled or rule.overrides)
+        for group in [fingerprint(rule.name, state.cluster, "", key="/".join(owner))]
+        if owner[0] == "workload" or group in before or group in new_groups
+    }
+    return report_holdings(state, holdings)
+
+
+def _count_devices(state: NodeAlerts) -> Counter[tuple[str, ...]]:
+    """How many devices of the node each workload holds, or pod without one, by the key of its groups."""
     counts = Counter[tuple[str, ...]]()
     for device in state.memory.devices.values():
         if evaluate.is_gone(device, state.last_ts_ms):
@@ -223,17 +244,11 @@ def count_holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
             else:
                 owner = ("workload", pod.namespace, clean(pod.workload_kind or ""), clean(pod.workload_name), "")
             counts[owner] += 1
-    return {
-        fingerprint(rule.name, state.cluster, "", key="/".join(owner)): count
-        for rule in rules.rules
-        if rule.kind in WASTE and (rule.enabled or rule.overrides)
-        for owner, count in counts.items()
-    }
+    return counts
 
 
-def with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:
-    """The state with how many devices each workload holds on the node now, and the reports of the numbers that have
-    changed."""
+def report_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:
+    """The state with these numbers of held devices, by group, and the reports of those that have changed."""
     before = state.holdings or {}
     changed = {group: holdings.get(group, 0) for group in before | holdings}
     reports = [

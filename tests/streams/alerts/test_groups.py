@@ -440,6 +440,19 @@ def test_reports_that_a_node_sends_again_after_a_crash_change_nothing_whatever_t
     assert alerts_again == alerts_once
 
 
+def test_what_a_pod_without_a_workload_holds_is_reported_from_its_first_alert_until_it_ends() -> None:
+    alone = holder("alone", workload=None)
+    state, reports = initial_state(tick(0), LogPosition(0, START_MS)), []
+    for s in range(60):
+        devices = held_devices(4, alone, idle=0 if s < 10 else 2) if s < 50 else [device(i, busy=0.0) for i in range(4)]
+        after = step(state, tick(s, *devices), LogPosition(s, START_MS + s * 1000), SOON_RULES)
+        state, reports = after.state, [*reports, *((s, report) for report in after.reports)]
+    own_group = [(s, r.held, len(r.alerts)) for s, r in reports if r.alerts or r.group == reports[0][1].group]
+    assert own_group == [(40, 4, 2), (50, 0, 2)]
+    assert {s for s, _ in reports} == {40, 50}
+    assert not state.holdings
+
+
 # -- from the version before
 
 
