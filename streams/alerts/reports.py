@@ -213,8 +213,8 @@ def with_holdings(
     state: NodeAlerts, rules: Rules, writes: Iterable[Write], *, may_hold_others: bool
 ) -> tuple[NodeAlerts, list[Write]]:
     """The state with how many devices each workload holds on the node now, and the reports of the numbers that have
-    changed. A pod without a workload is on no other node, so its number is reported from its first other report on.
-    Nothing is counted unless ``may_hold_others``, or ``writes`` has such a report."""
+    changed. A pod without owners is on no other node, so its number is reported from the first other report about it
+    on. Nothing is counted unless ``may_hold_others``, or ``writes`` has such a report."""
     before = state.holdings or {}
     new_groups = {write.fingerprint for write in writes if isinstance(write.alert, AlertReport)} - before.keys()
     if not (may_hold_others or new_groups):
@@ -225,7 +225,7 @@ def with_holdings(
         for rule in rules.rules
         if rule.kind in WASTE and (rule.enabled or rule.overrides)
         for group in [fingerprint(rule.name, state.cluster, "", key="/".join(owner))]
-        if owner[0] == "workload" or group in before or group in new_groups
+        if (owner[0] == "workload" and owner[2] != "Pod") or group in before or group in new_groups
     }
     return report_holdings(state, holdings)
 

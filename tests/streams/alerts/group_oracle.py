@@ -141,7 +141,9 @@ class Fleet:
         )
         gpu = _gpu(node, last_seen, pods[0] if pods else None)
         if self._rule[name].kind in AT_ONE_TIME:
-            names = dict.fromkeys(f"{holder.namespace}/{holder.pod}" for holder in last_seen.holders)
+            is_present = history._present(uuid, spell.first) is not None
+            held_by = last_seen.holders if is_present else self.holders(node, uuid, spell.first)
+            names = dict.fromkeys(f"{holder.namespace}/{holder.pod}" for holder in held_by)
             gpu = msgspec.structs.replace(gpu, pod=", ".join(names) or None)
         return Part(
             name, whose, gpu, numbers[spell.first], spell.starts_ms, self._rule[name].severity,

@@ -440,8 +440,11 @@ def test_reports_that_a_node_sends_again_after_a_crash_change_nothing_whatever_t
     assert alerts_again == alerts_once
 
 
-def test_what_a_pod_without_a_workload_holds_is_reported_from_its_first_alert_until_it_ends() -> None:
-    alone = holder("alone", workload=None)
+@pytest.mark.parametrize("workload", [None, Workload("Pod", "alone")])
+def test_what_a_pod_without_owners_holds_is_reported_from_its_first_alert_until_it_ends(
+    workload: Workload | None,
+) -> None:
+    alone = holder("alone", workload=workload)
     state, reports = initial_state(tick(0), LogPosition(0, START_MS)), []
     for s in range(60):
         devices = held_devices(4, alone, idle=0 if s < 10 else 2) if s < 50 else [device(i, busy=0.0) for i in range(4)]
