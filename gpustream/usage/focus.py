@@ -68,9 +68,13 @@ class Charge:
         self.from_ms, self.to_ms = from_ms, to_ms
         self.hours: set[int] = set()
         self.slice_ms: dict[tuple[Part, int], int] = {}  # by part, and number of slices of the GPU
+        self.tags: dict[Part, tuple[int, str]] = {}  # of each holder: since when, and what they are
 
-    def add(self, record: Usage, part: Part) -> None:
-        """Adds a record's GPU time to a part."""
+    def add(self, record: Usage, part: Part, tags: str) -> None:
+        """Adds a record's GPU time to a part. The tags of a holder are those of its last record in the charge's time,
+        in whatever order they come."""
+        if tags:
+            self.tags[part] = max(self.tags.get(part, (0, "")), (record.start_ms, tags))
         self.hours.add(record.start_ms // HOUR_MS)
         key = part, record.of
         self.slice_ms[key] = self.slice_ms.get(key, 0) + record.slice_ms
@@ -143,12 +147,12 @@ class Bill:
         self._hourly: dict[tuple[str, int], list[Charge]] = {}  # those of one hour, by an id and that hour
         self._longer: dict[str, list[Charge]] = {}
         self._names: dict[tuple[str, str, str], frozenset[str]] = {}
-        self._tags: dict[Part, str] = {}
+        self._tag_texts: dict[str, str] = {}
         self.divided = self.partly = 0
         self.unchanged: Counter[str] = Counter()
         for number, row in enumerate(self._rows, 1):
             cells = dict(zip(self._columns, row, strict=True))
-            from_ms, to_ms = milliseconds(cells["ChargePeriodStart"]), milliseconds(cells["ChargePeriodEnd"])
+            from_ms, to_ms = _time_ms(cells["ChargePeriodStart"]), _time_ms(cells["ChargePeriodEnd"])
             if from_ms is None or to_ms is None or from_ms >= to_ms or _has_value(cells.get("AllocatedMethodId", "")):
                 continue
             charge = Charge(from_ms // HOUR_MS * HOUR_MS, -(-to_ms // HOUR_MS) * HOUR_MS)
@@ -170,10 +174,11 @@ class Bill:
         """Adds a record. There is one for each key."""
         if not record.slice_ms:
             return
-        part = Part(record.category, "", "")
+        part, tags = Part(record.category, "", ""), ""
         if record.category == "held":
             part = Part("held", "" if self._by == "team" else record.cluster, holder_name(record, self._by))
-            self._tags.setdefault(part, _tags(record, self._by))
+            tags = _tags(record, self._by)
+            tags = self._tag_texts.setdefault(tags, tags)  # one text for all charges and hours that have it
         label = record.node_labels.get(self._nodes.label or "", "")
         names = self._names.get(key := (record.node, record.gpu_uuid, label))
         if names is None:  # all ids that a bill may have for the node or the GPU
@@ -186,7 +191,7 @@ class Bill:
             charges.update(self._hourly.get((name, hour_ms), ()))
             charges.update(charge for charge in self._longer.get(name, ()) if charge.from_ms <= hour_ms < charge.to_ms)
         for charge in charges:
-            charge.add(record, part)
+            charge.add(record, part, tags)
 
     def lines(self, counted_range: Range) -> Iterator[Sequence[str]]:
         """The bill with its charges divided, its columns first. ``counted_range``: the time that the records cover.
@@ -241,7 +246,7 @@ class Bill:
             if part.category == "held":
                 resource = f"{part.cluster}/{part.name}" if part.cluster else part.name
                 allocation = {"AllocatedResourceId": cell(resource), "AllocatedResourceName": cell(part.name)}
-                allocation["AllocatedTags"] = self._tags[part]
+                _, allocation["AllocatedTags"] = charge.tags[part]
             yield {
                 **cells,
                 **{name: f"{amounts[index]:f}" for name, amounts in summed.items()},
@@ -256,6 +261,12 @@ class Bill:
 def _has_value(text: str) -> bool:
     """Whether a cell has a value. Bills leave it empty or write NULL if it has none."""
     return text.strip().lower() not in ("", "null")
+
+
+def _time_ms(text: str) -> int | None:
+    """A time of a bill in ms since the epoch; None if it is none. One that BigQuery exported ends in " UTC"."""
+    text = text.strip()
+    return milliseconds(f"{text[:-4]}Z" if text.endswith(" UTC") else text)
 
 
 def _tags(record: Usage, by: By) -> str:

@@ -136,6 +136,18 @@ def test_the_columns_of_allocated_charges_are_what_focus_asks_for(tmp_path: Path
     }
 
 
+def test_the_tags_of_a_holder_are_those_that_it_had_last_in_the_time_of_the_charge(tmp_path: Path) -> None:
+    hourly = [
+        {"ChargePeriodStart": f"2026-11-20T0{hour}:00:00Z", "ChargePeriodEnd": f"2026-11-20T0{hour + 1}:00:00Z"}
+        for hour in (0, 5)
+    ]
+    log = [usage("ml", team="vision"), usage("ml", team="speech", start_ms=START_MS + 5 * HOUR_MS)]
+    for records in (log, log[::-1]):
+        rows = written(tmp_path, bill(tmp_path, *hourly, {}, by="pod"), records)
+        teams = [json.loads(row["AllocatedTags"])["gpustream/team"] for row in rows]
+        assert teams == ["vision", "speech", "speech"]
+
+
 def test_other_charges_are_as_they_were_and_counted(tmp_path: Path) -> None:
     volume = {"ResourceId": "vol-1", "BilledCost": "not even a number"}
     before = {"ChargePeriodStart": "2026-11-19T00:00:00Z"}
@@ -181,6 +193,23 @@ def test_an_hourly_charge_has_its_own_hour_only(tmp_path: Path) -> None:
     assert [(row["x_OriginRow"], row["AllocatedResourceName"]) for row in rows] == [
         ("1", "ml"), ("1", "serving"), ("1", None), ("2", "ml"), ("2", None), ("2", None), (None, None),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("2026-11-20T00:00Z", "2026-11-20T01:00Z"),
+        ("2026-11-20T00:00:00.0000000Z", "2026-11-20T01:00:00.0000000Z"),
+        ("2026-11-20 00:00:00.000", "2026-11-20 01:00:00.000"),
+        ("2026-11-20 00:00:00 UTC", "2026-11-20 01:00:00.000000 UTC"),
+        ("2026-11-20T05:30:00+05:30", "2026-11-20T02:00:00+01:00"),
+    ],
+)
+def test_a_time_is_read_in_each_form_in_which_clouds_and_their_databases_write_it(
+    tmp_path: Path, start: str, end: str
+) -> None:
+    focus = bill(tmp_path, {"ChargePeriodStart": start, "ChargePeriodEnd": end})
+    assert focus.range == Range(START_MS, START_MS + HOUR_MS)
 
 
 @pytest.mark.parametrize(
