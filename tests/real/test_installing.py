@@ -39,9 +39,13 @@ from tests.real.servers import KafkaServer, find_openssl
 from tests.real.test_manifests import BRIEFLY, find_helm
 from topics import TOPICS
 
-CONTROLLERS = ("deployment", "replicaset", "statefulset", "daemonset", "job", "namespace", "garbage-collector")
+CONTROLLERS = (
+    "deployment", "replicaset", "statefulset", "daemonset", "job", "namespace", "garbage-collector",
+    "persistentvolumeclaim-protection",
+)  # fmt: skip
 NODE = "gpu-node-1"
 SETS = "/apis/apps/v1/namespaces/gpustream/statefulsets"
+ONE_BROKER = ("--set", "topics.options.partitions=4", "--set", "topics.options.replication-factor=1")
 LEFT_JOB = "jobs/gpustream-topics"
 """What Helm leaves: the Job is a hook of the release, and no part of it."""
 
@@ -135,6 +139,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         new_nodes.close()
 
 
+def copy_chart(folder: Path) -> Path:
+    """The chart where the pages have it, in a folder, for an API server that has no version; gives its Chart.yaml."""
+    chart = shutil.copytree(K8S / "helm", folder / "k8s" / "helm") / "gpustream" / "Chart.yaml"
+    chart.write_text(re.sub("^kubeVersion:.*$", "", chart.read_text(), flags=re.MULTILINE))
+    return chart
+
+
 def lines(page: str, section: str | None = None) -> list[str]:
     """The lines for kubectl and Helm in a page's shell blocks."""
     section_blocks = blocks(page, "sh", section, indented=True)
@@ -167,12 +178,10 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     api = nodes.api
     create, admit, install, pods, upgrade, rollout, rollback, secret, uninstall, delete = lines("operations/README.md")
     shell, ran = Shell(api, tmp_path), len(nodes.ran)
-    chart = shutil.copytree(K8S / "helm", tmp_path / "k8s" / "helm") / "gpustream" / "Chart.yaml"
-    chart.write_text(re.sub("^kubeVersion:.*$", "", chart.read_text(), flags=re.MULTILINE))  # the API server has none
+    chart = copy_chart(tmp_path)
     shell(create)
     shell(admit)
-    one_broker = ("--set", "topics.options.partitions=4", "--set", "topics.options.replication-factor=1")
-    shell(install.replace("kafka-0:9092", empty_kafka.address), *one_broker)
+    shell(install.replace("kafka-0:9092", empty_kafka.address), *ONE_BROKER)
     assert set(TOPICS) <= set(empty_kafka.topics()), nodes.ran
     by_default = yaml.safe_load((K8S / "helm" / "gpustream" / "values.yaml").read_text())
     run = {
@@ -209,6 +218,35 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     shell(delete)
     assert api.request("GET", "/api/v1/namespaces/gpustream").status == 404
     assert own_objects(api) == set()
+
+
+def test_the_volume_of_the_parquet_files_grows_by_the_lines_of_the_page_while_its_pod_runs_on(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    api, shell = nodes.api, Shell(nodes.api, tmp_path)
+    copy_chart(tmp_path)
+    storage = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "grows"}}
+    api.create(storage | {"provisioner": "example.com/disks", "allowVolumeExpansion": True})
+    shell("kubectl create namespace gpustream")
+    values = "topics.enabled=false,parquet.enabled=true,parquet.storage.className=grows"
+    shell("helm install gpustream k8s/helm/gpustream --namespace gpustream", "--set", values)
+    eventually_sync(lambda: "parquet" in components(api))
+    claim = "/api/v1/namespaces/gpustream/persistentvolumeclaims/files-gpustream-parquet-0"
+    api.patch(claim, {"status": {"phase": "Bound", "capacity": {"storage": "10Gi"}}}, status=True)
+    pod = api.get("/api/v1/namespaces/gpustream/pods/gpustream-parquet-0")["metadata"]["uid"]
+
+    grow, orphan, upgrade = lines("how-to/chargeback.md", "Files that you keep")
+    with pytest.raises(AssertionError, match="are forbidden"):
+        shell(upgrade)
+    for line in (grow, orphan, upgrade):
+        shell(line)
+    assert api.get(claim)["spec"]["resources"]["requests"] == {"storage": "50Gi"}
+    (template,) = api.get(f"{SETS}/gpustream-parquet")["spec"]["volumeClaimTemplates"]
+    assert template["spec"]["resources"]["requests"] == {"storage": "50Gi"}
+    eventually_sync(lambda: api.get(f"{SETS}/gpustream-parquet").get("status", {}).get("updatedReplicas") == 1)
+    assert api.get("/api/v1/namespaces/gpustream/pods/gpustream-parquet-0")["metadata"]["uid"] == pod
+    shell("helm uninstall gpustream --namespace gpustream")
+    shell("kubectl delete namespace gpustream")
 
 
 def running(api: ApiServer) -> list[Json]:
