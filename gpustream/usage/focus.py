@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from delivery.prices import milliseconds
-from gpustream.output import cell
+from gpustream.output import cell, json_text
 from gpustream.usage.read import Range
 from gpustream.usage.table import CATEGORIES, By, divided, holder_name, rounded
 from topics.usage import HOUR_MS, Usage
@@ -280,4 +280,4 @@ def _tags(record: Usage, by: By) -> str:
         tags |= {f"label/{name}": value for name, value in sorted(record.labels.items())}
     if by in ("namespace", "workload", "pod", "node"):
         tags["cluster"] = record.cluster
-    return msgspec.json.encode({f"gpustream/{name}": value for name, value in tags.items()}).decode()
+    return json_text({f"gpustream/{name}": value for name, value in tags.items()})

@@ -318,3 +318,11 @@ def test_no_holder_of_a_bill_is_a_formula_in_a_spreadsheet(tmp_path: Path) -> No
 def test_a_category_of_a_later_version_is_neither_a_formula_nor_steers_a_terminal(tmp_path: Path) -> None:
     row, *_ = written(tmp_path, bill(tmp_path, {}), [usage(category="=lent\x1b[31m")])
     assert row["x_UsageCategory"] == "'=lent?[31m"
+
+
+def test_no_name_of_a_bill_steers_a_terminal_and_the_tags_have_it_whole(tmp_path: Path) -> None:
+    name = "vision\x9b31m\u202e\U000e0001é"
+    row, *_ = written(tmp_path, bill(tmp_path, {}, by="team"), [usage("ml", team=name)])
+    assert all(field.isprintable() for field in row.values() if field)
+    assert row["AllocatedResourceName"] == "vision?31m??é"
+    assert json.loads(row["AllocatedTags"]) == {"gpustream/team": name}
