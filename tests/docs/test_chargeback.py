@@ -3,7 +3,9 @@
 import asyncio
 import csv
 import io
+import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from click.testing import CliRunner, Result
 
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from gpustream.usage.focus import id_forms, read_nodes
 from sinks.parquet import HourFiles
-from tests.docs.page import blocks
+from tests.docs.page import ROOT, blocks
 from tests.usage_records import START_MS, usage
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES
 
@@ -77,6 +80,17 @@ def test_the_bill_is_divided_as_the_page_says(kafka: str) -> None:
     exported = "\n".join([",".join(columns), *(",".join(row[name] for name in columns) for row in rows)]) + "\n"
     assert result.exit_code == 0
     assert exported == expected
+
+
+def test_a_node_has_the_id_of_its_scale_set_by_what_the_page_adds_to_the_command(tmp_path: Path) -> None:
+    (command,) = re.findall(r"`\| (sed [^`]*)`", (ROOT / "docs" / "how-to" / "chargeback.md").read_text())
+    scale_set = "/subscriptions/a/resourceGroups/b/providers/Microsoft.Compute/virtualMachineScaleSets/gpus"
+    nodes = "".join(f"azure://{scale_set}/virtualMachines/{number}   gpus-{number}\n" for number in (0, 12))
+    cut = subprocess.run(shlex.split(command), input=nodes, capture_output=True, text=True, check=True)
+    (tmp_path / "cut.txt").write_text(cut.stdout)
+    ids = read_nodes(tmp_path / "cut.txt")
+    assert ids == {"gpus-0": [f"azure://{scale_set}"], "gpus-12": [f"azure://{scale_set}"]}
+    assert id_forms(f"azure://{scale_set}") == id_forms(scale_set)
 
 
 def test_the_query_of_the_files_is_answered(tmp_path: Path) -> None:
