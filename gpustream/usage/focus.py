@@ -64,6 +64,8 @@ class Part(NamedTuple):
 class Charge:
     """A charge that may be divided, and the GPU time of each part in the hours from ``from_ms`` until ``to_ms``."""
 
+    __slots__ = ("from_ms", "hours", "slice_ms", "tags", "to_ms")
+
     def __init__(self, from_ms: int, to_ms: int) -> None:
         self.from_ms, self.to_ms = from_ms, to_ms
         self.hours: set[int] = set()
@@ -129,9 +131,11 @@ class Bill:
     def __init__(self, path: Path, by: By, nodes: Nodes, summed: Sequence[str] = ()) -> None:
         """Reads a bill. ``summed``: further columns that can be summed, beside FOCUS's own. Raises BillError."""
         self._path, self._by, self._nodes = path, by, nodes
+        shared: dict[str, str] = {}  # most cells have the text of others, which then takes memory once
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                columns, *rows = [row for row in csv.reader(file, strict=True) if row] or [[]]
+                reader = csv.reader(file, strict=True)
+                columns, *rows = [[shared.setdefault(text, text) for text in row] for row in reader if row] or [[]]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise BillError(f"{path}: it can't be read as CSV in UTF-8: {error}") from error
         if missing := [name for name in (*REQUIRED_COLUMNS, *summed) if name not in columns]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -293,6 +294,21 @@ def test_a_cost_that_is_no_number_is_said_with_its_row(tmp_path: Path, cost: str
 def test_the_time_of_a_bill_is_that_of_its_charges(tmp_path: Path) -> None:
     assert bill(tmp_path, {}, {"ChargePeriodEnd": "2026-11-20T00:30:00Z"}).range == DAY
     assert bill(tmp_path, {"ChargePeriodStart": "x"}).range is None
+
+
+def test_what_many_rows_of_a_bill_have_in_common_is_in_memory_once(tmp_path: Path) -> None:
+    columns = [f"x_{number}" for number in range(50)]
+    row = {**CHARGE, **dict.fromkeys(columns, "a text that each row has")}
+    with (tmp_path / "large.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerows(row for _ in range(1000))
+    tracemalloc.start()
+    large = Bill(tmp_path / "large.csv", "namespace", NO_NODES)
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert large.range == DAY
+    assert held_bytes < 1000 * 2000
 
 
 def test_a_file_of_nodes_has_an_id_and_a_name_in_each_line(tmp_path: Path) -> None:
