@@ -221,7 +221,10 @@ def _update_pods(previous: tuple[PodMemory, ...], device: Device, tick: Tick) ->
     if tick.attribution_of(device) == "none":
         return previous
     holders = device.holders
-    if len(previous) == len(holders) and all(map(_is_same_holding, previous, holders, repeat(tick.ts_ms))):
+    if len(previous) == len(holders) == 1:  # most devices
+        if _is_same_holding(previous[0], holders[0], tick.ts_ms):
+            return previous
+    elif len(previous) == len(holders) and all(map(_is_same_holding, previous, holders, repeat(tick.ts_ms))):
         return previous
     pod_by_identity = {HoldingPod(pod.namespace, pod.pod, pod.pod_uid): pod for pod in previous}
     pods: list[PodMemory] = []

@@ -70,11 +70,15 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     attribution: Attribution | None = None
     compute_slices: UInt | None = None
 
-    @cached_property
+    @property
     def pods(self) -> tuple[tuple[Holder, ...], ...]:
         """The pods that hold the device, each as its holders (one for each container)."""
         if len(self.holders) < 2:
             return (self.holders,) if self.holders else ()
+        return self._sharing_pods
+
+    @cached_property
+    def _sharing_pods(self) -> tuple[tuple[Holder, ...], ...]:
         return tuple(map(tuple, by_pod(self.holders).values()))
 
 

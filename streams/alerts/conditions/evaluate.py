@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from delivery.policies import NO_POLICY
 from streams.alerts.conditions import faults, pods
 from streams.alerts.conditions.faults import HW_POWER_BRAKE, HW_THERMAL, SW_THERMAL
 from streams.alerts.conditions.finding import (
@@ -49,10 +50,16 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
         work = work_of(device.metrics)
-        checks = _checks_for(rules, device.state, _signs_of(rules, tick, device, memory_now, work))
+        signs = _signs_of(rules, tick, device, memory_now, work)
+        checks = _checks_for(rules, device.state, signs)
         if not checks:
             continue
-        holding_pods = tuple([Pod(holders, policy_of(holders[0], rules.bounds)) for holders in device.pods])
+        holding_pods = tuple(
+            [
+                Pod(holders, policy_of(holders[0], rules.bounds) if signs & _HAS_POLICY else NO_POLICY)
+                for holders in device.pods
+            ]
+        )
         remembered, windows = memory_now.devices[device.uuid], memory_now.windows.get(device.uuid, NO_WINDOWS)
         uses, is_divided = memory_now.uses.get(device.uuid, ()), device.info.mig_mode == "enabled"
         whole = device.mig is not None or not (is_divided or device.uuid in parents)
