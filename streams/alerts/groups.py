@@ -7,7 +7,7 @@ A group is of a workload, a pod or a node. Its alert fires with the first of its
 one. If its GPUs, the number of GPUs that its workload holds, the severity, or what the API server says of the GPUs
 change meanwhile, it is written again with the next revision. A report without such a change updates the figures only.
 Nodes also report how many GPUs a workload holds whenever that changes, even if none of them has an alert: such a group
-has no alert.
+has no alert. Of a pod without owners they do so from its first alert on.
 """
 
 import re
