@@ -324,7 +324,8 @@ class Fleet:
             device.zone, device.unwell, device.silent, device.parts = node.zone, tick_device.uuid in unwell, False, []
             node.devices[tick_device.uuid] = device
         for device in node.devices.values():
-            if device.mig and (parent := node.devices.get(device.gpu)) is not None:
+            parent = node.devices.get(device.gpu)
+            if device.mig and parent is not None and not parent.mig:  # none is a part of itself, whatever a record says
                 parent.parts.append(device)
         self.now_ms = min(max(self.now_ms, tick.ts_ms), wall_ms)  # a node's clock may be ahead
         self._ticks += 1

@@ -131,6 +131,14 @@ def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once(in_or
     assert [(use.who, use.gpus) for use in pods(fleet.devices())] == [("ml/bert", 1)]
 
 
+def test_a_mig_device_that_is_said_to_be_cut_from_a_mig_device_is_a_part_of_none() -> None:
+    said = {"m": "m", "n": "o", "o": "n", "p": "a"}
+    devices = [gpu(uuid, 0.5, "ml/bert", mig={"uuid": uuid, "parent_uuid": parent}) for uuid, parent in said.items()]
+    fleet = fleet_of(tick(gpu("a"), *devices))
+    assert {view.uuid: [part.uuid for part in view.parts] for view in fleet.devices() if view.parts} == {"a": ["p"]}
+    assert {view.status for view in fleet.devices()} == {"busy"}
+
+
 def test_a_mig_device_is_used_for_as_long_as_its_engines_are_active() -> None:
     """As usage, the dashboards and the metrics API have it. How many of its SMs are busy is something else."""
     mig = {"uuid": "m", "parent_uuid": "a", "profile": "1g.10gb"}
