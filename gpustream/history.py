@@ -16,12 +16,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.progress import Progress
 
 from delivery import topic_admin
-from delivery.clients import Offsets, close, connect_consumer, to_kafka
+from delivery.clients import Offsets, close, connect_consumer, from_kafka, to_kafka
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
@@ -89,9 +90,13 @@ class History:
         return {tp: Span(min(starts[tp], ends[tp]), ends[tp]) for tp in tps}
 
     async def records(
-        self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None
+        self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None, *, whole: bool = False
     ) -> AsyncIterator[Sequence[Any]]:
-        """The records of these spans, in order per partition. ``advanced`` gets the number of offsets read."""
+        """The records of these spans, in order per partition. ``advanced`` gets the number of offsets read.
+
+        What retention deletes before it is read is left out; if it must be ``whole``, that is an error. Raises
+        BrokerError for it, and if a topic was deleted, or created again, meanwhile.
+        """
         remaining = {to_kafka(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
         self._consumer.assign(list(remaining))
         positions = {tp: span.start for tp, span in remaining.items()}
@@ -100,20 +105,52 @@ class History:
         loop = asyncio.get_running_loop()
         progress_s = loop.time()
         while remaining:
+            read = positions.copy()
             for tp, records in (await self._consumer.getmany(*remaining, timeout_ms=_WAIT_MS)).items():
+                await self._require_log(tp, read[tp], records[0].offset, whole=whole)
+                read[tp] = records[-1].offset + 1
                 yield [record for record in records if record.offset < remaining[tp].end]
             for tp, span in list(remaining.items()):
-                position = min(await self._consumer.position(tp), span.end)
+                position = await self._position(tp, positions[tp])
+                await self._require_log(tp, min(read[tp], span.end), min(position, span.end), whole=whole)
                 if position != positions[tp]:
-                    advanced(position - positions[tp])
-                    positions[tp], progress_s = position, loop.time()
+                    advanced(min(position, span.end) - positions[tp])
+                    positions[tp], progress_s = min(position, span.end), loop.time()
                 if position >= span.end:
                     self._consumer.pause(tp)
                     del remaining[tp]
             if remaining and loop.time() - progress_s > STALLED_S:
                 stalled = next(iter(remaining))
-                stalled_at = f"{stalled.topic} partition {stalled.partition} offset {positions[stalled]}"
-                raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {stalled_at}")
+                raise self._stall(stalled, positions[stalled])
+
+    async def _position(self, tp: TopicPartition, offset: int) -> int:
+        """The offset that is read next. While the client looks for where the log begins, it waits for the broker."""
+        try:
+            async with asyncio.timeout(STALLED_S):
+                return int(await self._consumer.position(tp))
+        except TimeoutError:
+            raise self._stall(tp, offset) from None
+
+    async def _require_log(self, tp: TopicPartition, offset: int, next_offset: int, *, whole: bool) -> None:
+        """Raises BrokerError if the log at ``next_offset`` is not the one that was read up to ``offset``; or if records
+        between them were deleted, and all must be read: ``whole``."""
+        if next_offset < offset:
+            raise BrokerError(f"{tp.topic} was deleted and created again while it was read: run this again")
+        if whole and next_offset > offset:  # or a compaction or a transaction has left no record there
+            begins = await self._offsets.beginnings([partition := from_kafka(self.connection, tp)])
+            if begins[partition] > offset:
+                raise BrokerError(
+                    f"{tp.topic} partition {tp.partition}: records from offset {offset} on were deleted before they"
+                    " were read: run this again for a later time"
+                )
+
+    def _stall(self, tp: TopicPartition, offset: int) -> BrokerError:
+        """Why no record comes of a partition."""
+        cluster = self._consumer._client.cluster  # noqa: SLF001 - no public way
+        if tp.topic not in cluster.unauthorized_topics and not cluster.partitions_for_topic(tp.topic):
+            return BrokerError(f"{tp.topic} was deleted while it was read: run this again when it is back")
+        where = f"{tp.topic} partition {tp.partition} offset {offset}"
+        return BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {where}")
 
     async def after(self, spans: Mapping[Partition, Span], every_s: float = 0.0) -> AsyncIterator[Sequence[Any]]:
         """The records after these spans, as they come, or those of each ``every_s`` together. Never ends.

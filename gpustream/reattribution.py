@@ -145,7 +145,8 @@ async def reattribute(connection: Connection, into: str, time_range: Range) -> R
                         async for records in reader.records({state: state_spans[topic][state]}, advanced):
                             for record in records:
                                 partition_join.learn(topic, record)
-                    await _write(reader.records({tp: span}, advanced), target_reader, sender, partition_join, totals)
+                    all_ticks = reader.records({tp: span}, advanced, whole=True)
+                    await _write(all_ticks, target_reader, sender, partition_join, totals)
     return totals
 
 

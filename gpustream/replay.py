@@ -352,7 +352,7 @@ class UsageWriter:
             totals.minutes += sum(record.end_ms - record.start_ms == MINUTE_MS for record in final)
             await self._send(tp.partition, final)
 
-        async for records in self._reader.records({tp: ticks}, self._advanced):
+        async for records in self._reader.records({tp: ticks}, self._advanced, whole=True):
             await write(nodes.add(records))
         await write(nodes.end(now_ms() - MINUTE_MS))
         async for records in self._reader.records(old_spans):

@@ -1,12 +1,19 @@
 """Commands that follow a topic, with a client in memory: what happens when it becomes another one."""
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from aiokafka import TopicPartition
+from hypothesis import given
+from hypothesis import strategies as st
 
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.ledger import Partition
+from gpustream import history
 from gpustream.history import History, Span
 from tests.delivery.test_tail import ALERTS, TICKS, Kafka
 
@@ -42,3 +49,130 @@ async def test_who_follows_a_topic_that_has_other_partitions_ends_with_that(coun
     )
     with pytest.raises(BrokerError, match=f"gpu.alerts has {count} partitions, and had 2 before: run this again"):
         await asyncio.wait_for(anext(following), 60)
+
+
+class Log:
+    """The log of a partition, and the client that reads it two records at a time. Each record is its offset's text.
+
+    ``meanwhile`` happens after so many polls. As Kafka's does, a client that is outside of the log goes to its begin.
+    """
+
+    def __init__(self, end: int, missing: Sequence[int] = (), polls: int = 1) -> None:
+        self.begin, self.end, self.missing, self._position = 0, end, frozenset(missing), 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._polls, self.is_there, self.answers = polls, True, True
+        self._client = self.cluster = self
+        self.unauthorized_topics: frozenset[str] = frozenset()
+
+    def truncate(self) -> None:
+        """What retention does: nothing before offset 4 is left."""
+        self.begin = 4
+
+    def recreate(self) -> None:
+        """Another log under the same name, with one record."""
+        self.begin, self.end = 0, 1
+
+    def delete(self) -> None:
+        """No broker knows the topic any more."""
+        self.is_there = False
+
+    def fall_silent(self) -> None:
+        """The client looks for the begin of the log, and no broker answers."""
+        self.answers = False
+
+    def assign(self, _: Sequence[TopicPartition]) -> None:
+        """It has one partition."""
+
+    pause = assign
+
+    def seek(self, _: TopicPartition, offset: int) -> None:
+        self._position = offset
+
+    async def position(self, _: TopicPartition) -> int:
+        if not self.answers:
+            await asyncio.Event().wait()
+        return self._position
+
+    def partitions_for_topic(self, _: str) -> set[int]:
+        return {0} if self.is_there else set()
+
+    async def beginning_offsets(self, tps: Sequence[TopicPartition]) -> Mapping[TopicPartition, int]:
+        return dict.fromkeys(tps, self.begin)
+
+    async def getmany(self, tp: TopicPartition, **_: object) -> dict[TopicPartition, list[Any]]:
+        await asyncio.sleep(0)
+        if self._polls == 0:
+            self.meanwhile()
+        self._polls -= 1
+        if not (self.is_there and self.answers):
+            return {}
+        if not self.begin <= self._position <= self.end:
+            self._position = self.begin
+        offsets = range(self._position, min(self._position + 2, self.end))
+        self._position = offsets.stop
+        records = [SimpleNamespace(offset=n, value=str(n)) for n in offsets if n not in self.missing]
+        return {tp: records} if records else {}
+
+
+async def read(log: Log, **options: bool) -> tuple[list[int], int]:
+    """The offsets of the records that are read of the first seven offsets, and the progress that is reported."""
+    progress: list[int] = []
+    offsets: list[int] = []
+    reader = History(Connection("127.0.0.1:1"), log, {ALERTS: 1})
+    async with asyncio.timeout(60):
+        async for records in reader.records({Partition(ALERTS, 0): Span(0, 7)}, progress.append, **options):
+            offsets += [record.offset for record in records]
+    return offsets, sum(progress)
+
+
+@given(missing=st.sets(st.integers(0, 8)), whole=st.booleans())
+def test_what_compaction_and_transactions_left_of_a_log_is_read(missing: set[int], whole: bool) -> None:
+    offsets, progress = asyncio.run(read(Log(9, sorted(missing)), whole=whole))
+    assert (offsets, progress) == ([offset for offset in range(7) if offset not in missing], 7)
+
+
+async def test_what_retention_deletes_before_it_is_read_is_left_out() -> None:
+    log = Log(9)
+    log.meanwhile = log.truncate
+    assert await read(log) == ([0, 1, 4, 5, 6], 7)
+
+
+@pytest.mark.parametrize("left", [4, 9])
+async def test_a_reader_of_all_records_ends_if_retention_deletes_some_before_it_reads_them(left: int) -> None:
+    log = Log(9)
+    log.meanwhile = lambda: setattr(log, "begin", left)
+    with pytest.raises(BrokerError, match=r"gpu.alerts partition 0: records from offset 2 on were deleted before"):
+        await read(log, whole=True)
+
+
+async def test_a_reader_of_all_records_goes_on_if_retention_deletes_what_it_has_read() -> None:
+    log = Log(9, polls=2)
+    log.meanwhile = log.truncate
+    assert await read(log, whole=True) == ([*range(7)], 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True}])
+async def test_who_reads_a_topic_that_is_created_again_is_given_no_record_of_the_new_one(
+    options: dict[str, bool],
+) -> None:
+    log = Log(9, polls=2)
+    log.meanwhile = log.recreate
+    with pytest.raises(BrokerError, match=r"^gpu.alerts was deleted and created again while it was read: run this"):
+        await read(log, **options)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (Log.delete, "gpu.alerts was deleted while it was read: run this again when it is back"),
+        (Log.fall_silent, "127.0.0.1:1: no record for 0 s at gpu.alerts partition 0 offset 2"),
+    ],
+)
+async def test_who_waits_for_records_in_vain_is_told_why(
+    trouble: Callable[[Log], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "STALLED_S", 0.01)
+    log = Log(9)
+    log.meanwhile = lambda: trouble(log)
+    with pytest.raises(BrokerError, match=f"^{reason}$"):
+        await read(log)

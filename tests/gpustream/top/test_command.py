@@ -54,7 +54,7 @@ class Log(History):
     def __init__(self) -> None:
         super().__init__(Connection("127.0.0.1:1"), None, {})
 
-    async def records(self, *_: Any) -> AsyncIterator[Sequence[Any]]:
+    async def records(self, *_: Any, **__: Any) -> AsyncIterator[Sequence[Any]]:
         yield [self._record("there")]
 
     async def after(self, *_: Any, **__: Any) -> AsyncIterator[Sequence[Any]]:
