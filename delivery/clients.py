@@ -86,9 +86,16 @@ def backoff(delays_s: Sequence[float]) -> Iterator[float]:
     return itertools.chain(delays_s, itertools.repeat(delays_s[-1]))
 
 
-async def connect_consumer(connection: Connection, **options: Any) -> Any:
-    """Start a :func:`consumer`, for as long as that takes; cancel to give up."""
-    return await start_client(lambda: consumer(connection, **options), connection)
+async def connect_consumer(connection: Connection, *, within_s: float | None = None, **options: Any) -> Any:
+    """Start a :func:`consumer`, for as long as that takes; cancel to give up. Raises KafkaConnectionError if no broker
+    has answered after ``within_s``."""
+    try:
+        async with asyncio.timeout(within_s) as limit:
+            return await start_client(lambda: consumer(connection, **options), connection)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise KafkaConnectionError(f"no answer within {within_s:.0f} s") from None
 
 
 async def start_client(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
@@ -171,15 +178,24 @@ class OffsetClient(Offsets):
     It has a connection of its own: a broker answers the requests of a connection one after the other, so each of these
     would wait behind a fetch that waits for records. The end of a log is its last stable offset: later records are of
     open transactions, and can't be read yet. With ``read_uncommitted`` they count, too.
+
+    It connects for as long as that takes, or ``connect_within_s``: then it raises KafkaConnectionError.
     """
 
-    def __init__(self, connection: Connection, *, client_id: str, isolation_level: str = "read_committed") -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        client_id: str,
+        isolation_level: str = "read_committed",
+        connect_within_s: float | None = None,
+    ) -> None:
         super().__init__(connection, consumer=None)
         self._client_id = client_id
-        self._options = {**_NO_GROUP, "isolation_level": isolation_level}
+        self._options = {**_NO_GROUP, "isolation_level": isolation_level, "within_s": connect_within_s}
 
     async def connect(self) -> None:
-        """Connect, for as long as that takes; cancel to give up."""
+        """Connect; cancel to give up."""
         self._consumer = await connect_consumer(
             self._connection, client_id=f"{self._client_id}-offsets", **self._options
         )

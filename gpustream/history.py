@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from delivery import topic_admin
-from delivery.clients import Offsets, close, connect_consumer, from_kafka, to_kafka
+from delivery.clients import Offsets, close, connect_consumer, explain, from_kafka, to_kafka
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
@@ -280,7 +280,10 @@ async def opened(
         command = topic_admin.command(connection)
         raise BrokerError(f"there is no topic {missing[0]} at {connection}: `{command}` makes it")
     options = {"max_poll_records": None, "metadata_max_age_ms": _METADATA_MS, "fetch_max_wait_ms": fetch_wait_ms}
-    consumer = await connect_consumer(connection, auto_offset_reset="earliest", **options)
+    try:
+        consumer = await connect_consumer(connection, within_s=STALLED_S, auto_offset_reset="earliest", **options)
+    except KafkaError as error:
+        raise BrokerUnavailable(explain(error, connection)) from error
     try:
         partitions = {connection.unprefixed(name): description.partitions for name, description in descriptions.items()}
         kept_ms = {

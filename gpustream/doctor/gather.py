@@ -127,7 +127,12 @@ async def _open_transactions(reader: History) -> dict[Partition, OpenTransaction
     What the groups have finished was there before this: where no transaction is open, all that came of it can be read.
     """
     tps = [tp for topic in reader.partitions for tp in reader.partitions_of(topic)]
-    client = OffsetClient(reader.connection, client_id="gpustream-doctor", isolation_level="read_uncommitted")
+    client = OffsetClient(
+        reader.connection,
+        client_id="gpustream-doctor",
+        isolation_level="read_uncommitted",
+        connect_within_s=history.STALLED_S,
+    )
     try:
         await client.connect()
         ends = await client.ends(tps)
@@ -223,7 +228,7 @@ async def _log_times(
     remaining: dict[Partition, set[int]] = {}
     for tp, offset in positions:
         remaining.setdefault(tp, set()).add(offset)
-    client = OffsetClient(reader.connection, client_id="gpustream-doctor")
+    client = OffsetClient(reader.connection, client_id="gpustream-doctor", connect_within_s=history.STALLED_S)
     times: dict[tuple[Partition, int], int | None] = {}
     while remaining:
         batch = {tp: offsets_left.pop() for tp, offsets_left in remaining.items()}

@@ -164,3 +164,12 @@ async def test_a_client_stops_though_its_fetcher_swallows_a_cancellation() -> No
     await delivery.clients.close(client)
     assert fetching.done()
     client.stop.assert_awaited_once_with()
+
+
+async def test_a_command_that_looks_up_offsets_gives_up_a_broker_that_does_not_answer() -> None:
+    client = delivery.clients.OffsetClient(Connection("127.0.0.1:1"), client_id="c", connect_within_s=0.01)
+    async with asyncio.timeout(60):
+        for lookup in (client.connect(), client.times({}), client.log_ends([])):
+            with pytest.raises(KafkaConnectionError, match="no answer within 0 s"):
+                await lookup
+    await client.close()

@@ -10,8 +10,9 @@ from aiokafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery import topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import BrokerError
+from delivery.kafka_admin import BrokerError, BrokerUnavailable, TopicDescription
 from delivery.ledger import Partition
 from gpustream import history
 from gpustream.history import History, Span
@@ -176,3 +177,16 @@ async def test_who_waits_for_records_in_vain_is_told_why(
     log.meanwhile = lambda: trouble(log)
     with pytest.raises(BrokerError, match=f"^{reason}$"):
         await read(log)
+
+
+async def test_a_broker_that_goes_away_before_the_client_connects_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def inspect(*_: object) -> tuple[dict[str, TopicDescription], None]:
+        return {ALERTS: TopicDescription(1)}, None
+
+    monkeypatch.setattr(topic_admin, "inspect", inspect)
+    monkeypatch.setattr(history, "STALLED_S", 0.01)
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1\b"):
+        async with asyncio.timeout(60), history.opened(Connection("127.0.0.1:1"), [ALERTS]):
+            pass
