@@ -258,7 +258,7 @@ async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetri
             not_ready = "" if response.ok else "; ".join((await response.text()).splitlines())
         families = text_string_to_metric_families(text)
         series = [sample for family in families for sample in family.samples if math.isfinite(sample.value)]
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, *kubernetes.ODD_ANSWERS) as error:
         return OwnMetrics(shown_url, error=describe(error))
     return OwnMetrics(shown_url, series, not_ready)
 

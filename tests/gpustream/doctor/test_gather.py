@@ -102,6 +102,18 @@ async def test_values_that_are_no_numbers_are_left_out() -> None:
     assert component.error == ""
 
 
+@pytest.mark.parametrize("text", ['a{b="c", ="d"} 2', "<style>p { color: red, = }</style>", 'a{b="', "a b c d"])
+async def test_an_address_that_answers_no_metrics_does_not_end_the_doctor(text: str) -> None:
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/readyz", metrics)])
+    async with TestServer(app) as odd:
+        (component,) = await query_components([str(odd.make_url("/"))])
+    assert component.error
+
+
 @pytest.mark.parametrize(
     "data",
     [
