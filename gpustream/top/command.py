@@ -10,6 +10,7 @@ decoded is logged and passed over.
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -76,6 +77,8 @@ async def _show(connection: Connection, since_s: float | None, team_label: str, 
             from gpustream.top.app import TopApp
 
             showing = asyncio.create_task(TopApp(now).run_async())
+            # as `timeout 60 gpustream top` ends it: else the terminal would stay as the screen has it
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, showing.cancel)
         await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
         showing.cancel()
         (result,) = await asyncio.gather(showing, return_exceptions=True)

@@ -86,7 +86,10 @@ def test_ctrl_c_stops_a_run_at_once_and_no_colour_is_written_if_none_is_wanted(s
     assert COLOUR.findall(written) == []
 
 
-async def test_top_shows_the_fleet_of_any_pipeline_and_q_ends_it(start: Any) -> None:
+@pytest.mark.parametrize("ending", [b"q", b"\x03", signal.SIGTERM])
+async def test_top_shows_the_fleet_of_any_pipeline_until_it_is_ended(
+    start: Any, ending: bytes | signal.Signals
+) -> None:
     node = Fleet(1, 8).node(0)
     with EmbeddedBroker() as broker:
         broker.start(dict.fromkeys(TOPICS, PARTITIONS))
@@ -94,7 +97,10 @@ async def test_top_shows_the_fleet_of_any_pipeline_and_q_ends_it(start: Any) -> 
             await producer.send_and_wait("gpu.attributed", record(node.read(1000), node.name, 1, 1000))
         terminal = start("top", "--kafka", broker.address, environ={"TERM": "linux"})
         await asyncio.to_thread(terminal.shows, b"sim-0000")
-        terminal.press(b"q")
+        if isinstance(ending, bytes):
+            terminal.press(ending)
+        else:
+            terminal.process.send_signal(ending)
         written = await asyncio.to_thread(terminal.ended)
 
     assert terminal.process.returncode == 0
