@@ -204,7 +204,8 @@ def decoded(
             value = decode(record.value or b"")
         except msgspec.DecodeError as error:
             if log is not None:
-                log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+                at = {"partition": record.partition, "offset": record.offset}
+                log.warning("%s: a record is left out: %s", record.topic, error, extra=at)
         else:
             yield record, value
 

@@ -1,10 +1,12 @@
 """Commands that follow a topic, with a client in memory: what happens when it becomes another one."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from aiokafka import TopicPartition
 from hypothesis import given
@@ -190,3 +192,12 @@ async def test_a_broker_that_goes_away_before_the_client_connects_is_not_waited_
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1\b"):
         async with asyncio.timeout(60), history.opened(Connection("127.0.0.1:1"), [ALERTS]):
             pass
+
+
+def test_a_record_that_can_not_be_decoded_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    records = [SimpleNamespace(topic="gpu.actions", partition=3, offset=n, value=v) for n, v in enumerate((b"1", b"{"))]
+    log = logging.getLogger("of.a.command")
+    assert [value for _, value in history.decoded(records, msgspec.json.Decoder(int).decode, log)] == [1]
+    (logged,) = caplog.records
+    assert logged.getMessage().startswith("gpu.actions: a record is left out: ")
+    assert (vars(logged)["partition"], vars(logged)["offset"]) == (3, 1)
