@@ -103,7 +103,10 @@ async def listening(
     """
     clients = _Clients()
     application = web.Application(middlewares=[clients.note_answering, *middlewares])
-    application.add_routes(routes)
+    application.add_routes(
+        web.RouteDef(route.method, route.path, route.handler, {"expect_handler": _answer_at_once, **route.kwargs})
+        for route in routes
+    )
     runner = web.AppRunner(
         application,
         handle_signals=False,
@@ -140,6 +143,11 @@ async def listening(
             listener.close()
         closing()
         await runner.cleanup()
+
+
+async def _answer_at_once(_: web.Request) -> None:
+    """Ignore what a client expects before it sends a body: nothing reads one. aiohttp's own answer repeats what is no
+    ``100-continue``, and fails on bytes that are no text."""
 
 
 async def _bound_sockets(server: web.Server, host: str, port: int) -> list[socket.socket]:
