@@ -445,7 +445,7 @@ def test_what_a_pod_without_owners_holds_is_reported_from_its_first_alert_until_
     workload: Workload | None,
 ) -> None:
     alone = holder("alone", workload=workload)
-    state, reports = initial_state(tick(0), LogPosition(0, START_MS)), []
+    state, reports = initial_state(tick(0), LogPosition(0, START_MS)), list[tuple[int, AlertReport]]()
     for s in range(60):
         devices = held_devices(4, alone, idle=0 if s < 10 else 2) if s < 50 else [device(i, busy=0.0) for i in range(4)]
         after = step(state, tick(s, *devices), LogPosition(s, START_MS + s * 1000), SOON_RULES)
