@@ -125,28 +125,34 @@ async def start_client(make: Callable[[], Any], connection: Connection, backoff_
 
 
 async def close(client: Any) -> None:
-    """Stop a client within two seconds, although it would wait for an unavailable broker, and close its connections.
-    None: there is no client yet."""
+    """Stop a client within four seconds, although it would wait for an unavailable broker, and close its connections.
+    None: there is no client yet. If this is cancelled once, the client is stopped nevertheless."""
     if client is None:
         return
-    # aiokafka cancels a consumer's fetch task only once. While the task lets go of partitions it swallows that, and
-    # never ends. So cancel it until it ends, before the consumer leaves its group.
+    try:
+        await _end_fetching(client)
+    finally:
+        stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
+        try:
+            await asyncio.wait((stopping,), timeout=_CLOSE_TIMEOUT_S)
+        finally:
+            if not stopping.done():
+                stopping.cancel()
+            elif not stopping.cancelled() and stopping.exception() is not None:
+                log.warning("not closed in good order: %s", stopping.exception())
+            if isinstance(client, AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient):
+                opening.close(client.client if isinstance(client, AIOKafkaProducer) else client._client)  # noqa: SLF001
+
+
+async def _end_fetching(client: Any) -> None:
+    """End a consumer's fetch task before the consumer leaves its group. aiokafka cancels it only once: while the task
+    lets go of partitions it swallows that, and never ends."""
     fetch_task: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
     for _ in range(_CANCELLATIONS):
         if fetch_task is None or fetch_task.done():
             break
         fetch_task.cancel()
         await asyncio.wait((fetch_task,), timeout=_CLOSE_TIMEOUT_S / _CANCELLATIONS)
-    stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
-    try:
-        await asyncio.wait((stopping,), timeout=_CLOSE_TIMEOUT_S)
-    finally:
-        if not stopping.done():
-            stopping.cancel()
-        elif not stopping.cancelled() and stopping.exception() is not None:
-            log.warning("not closed in good order: %s", stopping.exception())
-        if isinstance(client, AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient):
-            opening.close(client.client if isinstance(client, AIOKafkaProducer) else client._client)  # noqa: SLF001
 
 
 class Offsets:

@@ -166,6 +166,27 @@ async def test_a_client_stops_though_its_fetcher_swallows_a_cancellation() -> No
     client.stop.assert_awaited_once_with()
 
 
+async def test_a_client_whose_closing_is_cancelled_is_stopped_nevertheless() -> None:
+    cancelled, over, stop = asyncio.Event(), asyncio.Event(), AsyncMock()
+
+    async def fetch() -> None:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            cancelled.set()
+
+    fetching = asyncio.create_task(fetch())
+    await asyncio.sleep(0)
+    client = SimpleNamespace(_fetcher=SimpleNamespace(_fetch_task=fetching), stop=stop)
+    closing = asyncio.create_task(delivery.clients.close(client))
+    await cancelled.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    over.set()
+    stop.assert_awaited_once_with()
+
+
 async def test_a_command_that_looks_up_offsets_gives_up_a_broker_that_does_not_answer() -> None:
     client = delivery.clients.OffsetClient(Connection("127.0.0.1:1"), client_id="c", connect_within_s=0.01)
     async with asyncio.timeout(60):
