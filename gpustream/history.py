@@ -111,11 +111,11 @@ class History:
                 read[tp] = records[-1].offset + 1
                 yield [record for record in records if record.offset < remaining[tp].end]
             for tp, span in list(remaining.items()):
-                position = await self._position(tp, positions[tp])
-                await self._require_log(tp, min(read[tp], span.end), min(position, span.end), whole=whole)
+                position = min(await self._position(tp, positions[tp]), span.end)
+                await self._require_log(tp, min(read[tp], span.end), position, whole=whole)
                 if position != positions[tp]:
-                    advanced(min(position, span.end) - positions[tp])
-                    positions[tp], progress_s = min(position, span.end), loop.time()
+                    advanced(position - positions[tp])
+                    positions[tp], progress_s = position, loop.time()
                 if position >= span.end:
                     self._consumer.pause(tp)
                     del remaining[tp]
