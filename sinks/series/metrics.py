@@ -153,7 +153,11 @@ class Layout:
         """
         picked = self._pick(values)
         row_values = list(picked[: self._known])
-        if picked[self._known :] != self._unknown or None in row_values:
+        if picked[self._known :] != self._unknown:
+            return None
+        try:
+            sum(row_values)  # type: ignore[arg-type] # fails if one is None, much faster than a search for it
+        except TypeError:
             return None
         del row_values[self.plain :]
         for row, convert in self._conversions:

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.topics.records import own_labels
@@ -403,3 +403,13 @@ def test_energy_is_the_whole_number_of_millijoules_that_the_driver_counted(
 ) -> None:
     (series,) = PROFILES[profile].series["energy_joules_total"]
     assert series.convert(millijoules / 1000) == millijoules
+
+
+@given(st.floats(allow_nan=False))
+@example(1.7e308)
+@example(2.0**52 / 1000)
+@example(0.0005)
+@example(0.0015)
+def test_a_value_of_any_size_becomes_a_whole_number_of_small_units(value: float) -> None:
+    (series,) = PROFILES["otel"].series["energy_joules_total"]
+    assert series.convert(value) == round(value * 1000, 0)
