@@ -12,7 +12,7 @@ import msgspec
 from streams.usage.measure import Split
 from streams.usage.tick import JSON_NULL, kept
 from topics.attributed import Workload, team_of
-from topics.topic import decoder, lenient
+from topics.topic import UInt, decoder, lenient
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
 FINAL_AFTER_MS = 20 * MINUTE_MS
@@ -24,7 +24,7 @@ FIELDS = (
     "none_ms",
 )  # fmt: skip
 DEVICE, SLICE, USED, IDLE, TENSOR, ENERGY, MEMORY, EXACT, LATE, NONE = range(10)
-Amounts = Annotated[list[int], msgspec.Meta(min_length=len(FIELDS), max_length=len(FIELDS))]
+Amounts = Annotated[list[UInt], msgspec.Meta(min_length=len(FIELDS), max_length=len(FIELDS))]
 Rows = dict[int, Amounts]  # by account number
 
 
@@ -71,15 +71,15 @@ class Meter(msgspec.Struct, omit_defaults=True):
     """What is known of a physical GPU: its model, its slices, and the last reading of its energy counter."""
 
     model: str | None = None
-    slices: int = 1
-    energy_mj: int | None = None
-    at_ms: int = 0
+    slices: UInt = 1
+    energy_mj: UInt | None = None
+    at_ms: UInt = 0
 
 
 class Closed(msgspec.Struct):
     """A closed minute that is not final; ``rows`` is the JSON of its :data:`Rows`."""
 
-    start_ms: int
+    start_ms: UInt
     rows: msgspec.Raw
     written: bool = False
 
@@ -91,10 +91,10 @@ class Hour(msgspec.Struct):
     ``written`` of them are in its last record. ``minute`` is the open minute, ``minutes`` are closed and not final.
     """
 
-    start_ms: int
-    of: dict[str, int] = {}
-    closed: int = 0
-    written: int = 0
+    start_ms: UInt
+    of: dict[str, UInt] = {}
+    closed: UInt = 0
+    written: UInt = 0
     rows: Rows = {}
     minute: Rows = {}
     minutes: list[Closed] = []

@@ -400,6 +400,18 @@ def _with_a_short_row_of_a_minute(books: Any) -> None:
     next(iter(books["hours"][0]["minutes"][0]["rows"].values())).pop()
 
 
+def _with_an_amount_below_zero(books: Any) -> None:
+    next(iter(books["hours"][0]["rows"].values()))[0] = -60_000
+
+
+def _with_an_amount_of_a_minute_that_no_reader_takes(books: Any) -> None:
+    next(iter(books["hours"][0]["minutes"][0]["rows"].values()))[0] = 2**63
+
+
+def _with_slices_below_zero(books: Any) -> None:
+    books["hours"][0]["of"] = dict.fromkeys(books["hours"][0]["of"], -1)
+
+
 def _with_labels_that_are_none(books: Any) -> None:
     next(iter(books["accounts"].values()))["labels"] = ["team"]
 
@@ -411,6 +423,9 @@ def _with_labels_that_are_none(books: Any) -> None:
         _without_gpus,
         _with_a_short_row,
         _with_a_short_row_of_a_minute,
+        _with_an_amount_below_zero,
+        _with_an_amount_of_a_minute_that_no_reader_takes,
+        _with_slices_below_zero,
         _with_labels_that_are_none,
     ],
 )
