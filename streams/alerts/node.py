@@ -234,6 +234,7 @@ class PartitionNodes(PartitionState):
         """Judge whether the nodes that are not active are silent or have left. Returns the nodes judged.
 
         They are judged as of the time up to which the partition was read to its end: what came later may have ticks.
+        If the worker's clock is behind the brokers', the time for which the partition was read to its end counts.
         A node that has left is judged once a minute: for a week nothing is due but to delete its alerts in the end.
         """
         is_new_minute = now_ms // 60_000 != self._judged_minute
@@ -246,10 +247,12 @@ class PartitionNodes(PartitionState):
             and node.settled()
             and self.caught_up.lasted_s(node.read_s) >= node.quiet_s()
         ]
+        read_ms = now_ms - round(self.caught_up.age_s(now_s) * 1000) if silent_nodes else now_ms
         for node in silent_nodes:
             if node.current is not None:
-                removed_ms, read_ms = self._removed_ms.get(node.key), now_ms - round(self.caught_up.age_s(now_s) * 1000)
-                node.apply(machine.step_without_tick(node.current, rules, now_ms=read_ms, removed_ms=removed_ms))
+                lasted_ms = round(self.caught_up.lasted_s(node.read_s) * 1000)
+                at_ms, removed_ms = max(read_ms, node.current.logged_ms + lasted_ms), self._removed_ms.get(node.key)
+                node.apply(machine.step_without_tick(node.current, rules, now_ms=at_ms, removed_ms=removed_ms))
         return silent_nodes
 
     def forget(self) -> None:

@@ -449,9 +449,20 @@ async def test_a_node_is_silent_when_its_partition_was_watched_without_a_break()
     assert alerts_written(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
 
 
+async def test_a_node_is_found_silent_in_time_by_a_worker_whose_clock_is_an_hour_behind() -> None:
+    worker = await having_read(range(3))
+    worker.clocks.started_ms -= 3_600_000
+    await worker.wait(110)
+    assert alerts_written(worker.broker) == []
+    await worker.wait(20)
+    assert alerts_written(worker.broker) == [("NodeSilent", "firing")]
+    assert worker.broker.alerts()[0].starts_at.timestamp() * 1000 == START_MS + 2000 + 120_000
+
+
 async def test_a_node_that_is_read_every_five_minutes_is_silent_after_three_of_them_also_for_the_next_worker() -> None:
     worker = await having_read(range(0, 900, 300), interval_ms=300_000)
-    await worker.wait(1000)
+    worker.clocks.started_ms += 600_000  # the last tick was logged then
+    await worker.wait(400)
     worker.commit()
     successor = await working(worker.broker)
     successor.clocks.started_ms = worker.clocks.now_ms()
