@@ -62,6 +62,7 @@ DRAIN_S = 3.0
 SPACING_S = 0.2  # the shortest time between two records of a node: a pod that starts changes often
 DEFER_S = 1.0  # how long a new pod waits for its owners: readers wait 2 s, and later owners change labels
 _FORGET_S = 60.0
+_MOST_NAMED = 5  # of the nodes in a line of the log
 
 
 class Due(NamedTuple):
@@ -263,7 +264,14 @@ class ClusterProducer:
             try:
                 published = PublishedNodes(self._settings.cluster)
                 await self._read_back(self._settings.connection(), now_ms() - pods.KEPT_MS, published)
-                self._store.take_over(published.nodes, now_ms())
+                if removed := self._store.take_over(published.nodes, now_ms()):
+                    log.warning(
+                        "%s: the API server does not have %d nodes that were published last (%s); they count as removed"
+                        " and their pods as ended: if they still send, another cluster has this --cluster",
+                        self._settings.cluster,
+                        len(removed),
+                        ", ".join(removed[:_MOST_NAMED]),
+                    )
                 epoch = published.epoch_after(epoch)
             finally:
                 self._read_back_since_s = None

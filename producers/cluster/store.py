@@ -75,12 +75,12 @@ class Store:
         self._published_pods.update(pod.uid for pod in self.pods)
         self._mark_changed((*self.nodes, *self._removed_nodes_ms))
 
-    def take_over(self, published: Mapping[str, PublishedNode], now_ms: int) -> None:
-        """Take over what the last leader published and this store lacks: pods, nodes and owner chains.
-        Such a pod has ended now, if its record has no end; such a node was removed now."""
+    def take_over(self, published: Mapping[str, PublishedNode], now_ms: int) -> Sequence[str]:
+        """Take over what the last leader published and this store lacks: pods, nodes and owner chains. Such a pod has
+        ended now, if its record has no end; such a node was removed now. Returns the names of these nodes."""
+        removed = [name for name, node in published.items() if name not in self.nodes and not node.removed]
+        self._removed_nodes_ms |= dict.fromkeys(removed, now_ms)
         for name, node in published.items():
-            if name not in self.nodes and not node.removed:
-                self._removed_nodes_ms[name] = now_ms
             for pod in node.pods.values():
                 root = PodOwner(pod.namespace, pod.owners[0]) if pod.owners and pod.owners_complete else None
                 if root is not None and root in self._followed_owners and not self._chains.get(root, UNKNOWN).complete:
@@ -90,6 +90,7 @@ class Store:
                     chain = Chain(pod.owners, pod.owners_complete)
                     row = _row(pod, ended_ms, chain, Namespace(pod.namespace_labels, {}))
                     self._inherited_rows.setdefault(name, {})[pod.uid] = row
+        return removed
 
     def pods_awaiting_owners(self, node: str) -> list[str]:
         """The pods of a node that were never published, and whose owner chains are not complete yet."""

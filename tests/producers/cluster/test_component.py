@@ -457,6 +457,26 @@ async def test_a_leader_by_another_lease_or_clock_has_a_higher_epoch_than_what_w
         assert replica.records()[0]["epoch"] == epoch + 1
 
 
+async def test_nodes_of_another_cluster_of_this_name_are_named_in_the_log_when_they_begin_to_count_as_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = cluster_of("n1")
+    head = {"schema": 1, "cluster": "default", "epoch": 1, "seq": 1, "ts_ms": int(time.time() * 1000), "pods": []}
+    log = [{**head, "node": "n1"}, {**head, "node": "gone", "removed": True}]
+    theirs = [{**head, "node": f"theirs-{number}"} for number in range(7)]
+    async with server, running(server, tmp_path, log=[*log, *theirs]) as replica:
+        await replica.until(lambda: replica.records("theirs-6"))
+    (line,) = [text for text in caplog.messages if "theirs-0" in text]
+    assert line.startswith("default: the API server does not have 7 nodes that were published last (theirs-0, ")
+    assert "theirs-4)" in line
+    assert "gone" not in line
+
+    caplog.clear()
+    async with server, running(server, tmp_path, log=log) as replica:
+        await replica.until(replica.records)
+    assert not [text for text in caplog.messages if "API server does not have" in text]
+
+
 async def test_a_standby_that_has_watched_for_long_enough_reads_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
