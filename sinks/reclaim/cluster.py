@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from delivery.kubernetes.client import Answer, Client, Unreachable, can_be_read, message
-from sinks.reclaim.decide import KUEUE, Facts, Json, group_kind, pods_of
+from sinks.reclaim.decide import KUEUE, Facts, Json, group_kind, is_over, pods_of
 from topics.actions import Target
 from topics.alerts import Alert
 from topics.topic import UNDECODABLE
@@ -141,7 +141,8 @@ class Cluster:
         return chain
 
     async def _workload(self, namespace: str, uids: Sequence[str]) -> Json | None:
-        """Kueue's Workload that queues one of these objects; None if there is none."""
+        """Kueue's Workload that queues one of these objects; None if there is none. Of several, one that has not ended:
+        an elastic job gets another when it grows."""
         read_s, version = self._kueue
         if time.monotonic() - read_s > _KUEUE_S:
             group = await self._get(f"/apis/{KUEUE}")
@@ -151,8 +152,8 @@ class Cluster:
             return None
         selector = quote(f"{JOB_UID} in ({','.join(uids)})", safe="")
         listed = await self._get(f"/apis/{version}/namespaces/{namespace}/workloads?labelSelector={selector}")
-        items = listed["items"] if listed is not None else []
-        return {"apiVersion": version, "kind": "Workload", **items[0]} if items else None
+        first = min(listed["items"], key=is_over, default=None) if listed is not None else None
+        return None if first is None else {"apiVersion": version, "kind": "Workload", **first}
 
     async def _get(self, path: str) -> Json | None:
         async with self._slots:

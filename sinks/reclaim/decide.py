@@ -222,10 +222,15 @@ def _is_of(obj: Json, kinds: Sequence[tuple[str, str]]) -> bool:
     return group_kind(obj) in kinds and "spec" in obj
 
 
+def is_over(obj: Json) -> bool:
+    """Whether an object has ended, by its conditions."""
+    conditions = obj.get("status", {}).get("conditions") or ()
+    return any(condition["type"] in _OVER and condition["status"] == "True" for condition in conditions)
+
+
 def _unless_over(obj: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
     """The change of an object, unless it has ended, is being deleted, or has what the change would make."""
-    conditions = obj.get("status", {}).get("conditions") or ()
-    if is_done or any(c["type"] in _OVER and c["status"] == "True" for c in conditions):
+    if is_done or is_over(obj):
         return Objection("already", f"{_named(obj)} has ended, or somebody stopped it already")
     if obj["metadata"].get("deletionTimestamp"):
         return Objection("changed", f"{_named(obj)} is being deleted")

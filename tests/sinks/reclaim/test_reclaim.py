@@ -149,6 +149,16 @@ async def test_a_job_is_suspended_and_a_workload_of_kueue_made_inactive_in_its_p
     assert world.states("suspend") == ["refused managed"]
 
 
+async def test_of_the_workloads_of_an_elastic_job_the_one_that_has_not_ended_is_made_inactive() -> None:
+    world = World("deactivate")
+    world.write(world.job())
+    replaced = world.kueue("uid-train", "job-train-a", active=True)
+    replaced["status"] = {"conditions": [{"type": "Finished", "status": "True"}]}
+    world.kueue("uid-train", "job-train-b", active=True)
+    await world.replica().run()
+    assert [(path.rpartition("/")[2], spec) for path, spec in world.api.changes] == [("job-train-b", {"active": False})]
+
+
 async def test_a_jobset_is_suspended_and_not_its_jobs() -> None:
     world = World("suspend")
     path = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/set"
