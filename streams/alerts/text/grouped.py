@@ -187,6 +187,8 @@ def _summary(
     gpus = counted(held, "MIG device" if migs else "GPU")
     if 0 < migs < len(known_gpus):
         gpus = f"{held} GPUs and MIG devices"
+    if len({gpu.uuid for gpu in known_gpus}) < len(known_gpus):  # one that pods share counts once for each of them
+        gpus = f"{held} shares of GPUs"
     others = _others_text(gpus_by_kind, rule, held - idle)
     when = _since_text(members, rule, alert.annotations.get("window"))
     return f"{owner}: {idle} of {gpus} {state}{others}{when}"

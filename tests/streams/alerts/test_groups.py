@@ -344,7 +344,14 @@ def test_two_ranks_that_idle_on_one_gpu_while_the_others_hang_count_as_two_gpus_
     alerts = fired(DEFAULTS, *[(range(s, s + 1), "n", devices) for s in range(0, 1800, 30)])
     (stalled,) = [alert for alert in alerts if alert.name == "GPUStalled"]
     assert summary([stalled]) == [("firing", 0, 2, 4)]
-    assert "2 of 4 GPUs stalled, the other 2 are idle" in stalled.annotations["summary"]
+    assert "2 of 4 shares of GPUs stalled, the other 2 are idle" in stalled.annotations["summary"]
+
+
+def test_a_gpu_on_which_four_pods_idle_is_not_said_to_be_four_gpus() -> None:
+    shared = device(0, *[holder(f"bert-{number}") for number in range(4)], busy=0.0)
+    (alert,) = fired(SOON_RULES, (range(60), "n", [shared]))
+    assert (alert.idle, alert.held, alert.annotations["gpu_share"]) == (4, 4, "1")
+    assert "4 of 4 shares of GPUs idle" in alert.annotations["summary"]
 
 
 def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk() -> None:
