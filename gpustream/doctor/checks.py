@@ -6,6 +6,7 @@ is one function and its row in ``CHECKS``.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from delivery.sender import partition_of
 from delivery.topic_admin import NUMBER_OF_PARTITIONS
@@ -53,7 +54,8 @@ _DEAD_LETTER_NEXT = (
 
 
 def sent(situation: Situation, evidence: Evidence) -> CheckResult:
-    """Checks what each node sent: gaps in its runs, nodes that went silent, and two producers of one name."""
+    """Checks what each node sent: gaps in its runs, nodes that went silent, two producers of one name, and two names of
+    one GPU."""
     findings = Findings()
     runs = ticks = missing = 0
     sending = {name: node for name, node in evidence.nodes.items() if node.runs}
@@ -72,6 +74,7 @@ def sent(situation: Situation, evidence: Evidence) -> CheckResult:
                 "stop one of them, or give it a --node of its own",
             )
     findings += [*_silence_findings(situation, sending), *_misplaced_findings(situation, sending)]
+    findings += _two_names_findings(sending)
     if evidence.unreadable["lost"]:
         findings.add(
             f"{counted(evidence.unreadable['lost'], 'record')} of {samples.TOPIC.name} can't be read, and"
@@ -83,6 +86,27 @@ def sent(situation: Situation, evidence: Evidence) -> CheckResult:
     duplicates = sum(run.duplicates for node in sending.values() for run in node.runs.values())
     summary = f"{counted(len(sending), 'node')} sent {counted(ticks, 'tick')} in {counted(runs, 'run')}"
     return CheckResult(f"{summary}, {missing} missing" + (f", {duplicates} sent twice" if duplicates else ""), findings)
+
+
+def _two_names_findings(sending: Mapping[NodeName, NodeEvidence]) -> Iterator[Finding]:
+    """A finding for each pair of nodes that send the same GPUs at the same time."""
+    names_by_uuid: dict[str, list[NodeName]] = {}
+    for name, node in sending.items():
+        for uuid in node.last_run[1].answering:
+            names_by_uuid.setdefault(uuid, []).append(name)
+    uuids_by_pair: dict[tuple[NodeName, NodeName], list[str]] = {}
+    for uuid, names in names_by_uuid.items():
+        for one, other in pairwise(names):
+            apart_ms = abs(sending[one].last_logged_ms - sending[other].last_logged_ms)
+            if apart_ms <= silent_after_ms(sending[one].last_run[1].interval_ms, SILENT_MS):
+                uuids_by_pair.setdefault((one, other), []).append(uuid)
+    for (one, other), uuids in uuids_by_pair.items():
+        yield Finding(
+            f"{one} and {other} send the same {counted(len(uuids), 'GPU')}: sums over nodes count them twice",
+            "two producers run on one machine with a --node each, or a machine was cloned with its virtual GPUs",
+            f"both send {first_of(uuids, ', ')}",
+            "stop one of the producers; NODE_NAME from spec.nodeName is the name that a pod's producer needs",
+        )
 
 
 def _misplaced_findings(situation: Situation, sending: Mapping[NodeName, NodeEvidence]) -> Iterator[Finding]:

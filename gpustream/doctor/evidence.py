@@ -47,10 +47,18 @@ class _OfRun(msgspec.Struct, frozen=True):
     seq: UInt
 
 
+class SampledDevice(msgspec.Struct, frozen=True):
+    """The fields of a device of gpu.samples that are read."""
+
+    uuid: str = ""
+    state: str = ""
+
+
 class SampledTick(_OfRun, frozen=True):
-    """The fields of a record of gpu.samples that are read."""
+    """The fields of a record of gpu.samples that are read; the devices of few records are decoded."""
 
     ts_ms: UInt
+    devices: msgspec.Raw = msgspec.Raw(b"[]")
     allocations_seq: UInt | None = None
     interval_ms: UInt | None = None
 
@@ -70,6 +78,9 @@ class ListedContainer(msgspec.Struct, frozen=True):
     resource: str | None = None
     device_ids: tuple[str, ...] = ()
     claims: tuple[allocations.Claim, ...] = ()
+
+
+_devices = msgspec.json.Decoder(tuple[SampledDevice, ...]).decode
 
 
 class Snapshot(_OfRun, frozen=True):
@@ -113,7 +124,8 @@ class SampledRun:
     ``last_delay_ms`` is of the newest one, and ``delays_after_gaps`` has, by the first missing seq of a gap, the delay
     of the tick after it. ``last_snapshot_seq`` is the snapshot that the newest tick names. ``duplicates`` counts ticks
     that are in the log twice. ``without_snapshot`` counts inexact ticks whose snapshot is not in gpu.allocations.
-    ``truncated``: earlier ticks of the run were in gpu.samples, and were deleted.
+    ``truncated``: earlier ticks of the run were in gpu.samples, and were deleted. ``answering`` are the UUIDs of the
+    devices that answered in the first tick that is looked at.
     """
 
     seqs: Ranges = field(default_factory=Ranges)
@@ -129,6 +141,7 @@ class SampledRun:
     max_delay_ms: int = -(1 << 62)
     last_delay_ms: int = 0
     last_snapshot_seq: int | None = None
+    answering: tuple[str, ...] = ()
     delays_after_gaps: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -318,6 +331,8 @@ class Evidence:
                 next(iter(seqs))[0] < tick.seq for seqs in node.attributed.get(tick.run_id, {}).values()
             )
             run = node.runs[tick.run_id] = SampledRun(truncated=log_truncated or has_earlier_output)
+            with contextlib.suppress(msgspec.DecodeError):
+                run.answering = tuple([device.uuid for device in _devices(tick.devices) if device.state == "ok"])
         delay_ms = record.timestamp - tick.ts_ms
         if tick.seq > run.last_seq:
             node.interleavings += (

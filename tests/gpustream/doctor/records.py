@@ -32,6 +32,7 @@ def sample(
     ts_ms = SINCE_MS + seq * 1000 if at_ms is None else at_ms
     value = _of_node(fields) | {"seq": seq, "ts_ms": ts_ms, "allocations_seq": fields.get("named", 1)}
     value["interval_ms"] = fields.get("interval_ms")
+    value["devices"] = fields.get("devices", [])
     record_offset = seq if offset is None else offset
     return Record(samples.TOPIC.name, msgspec.json.encode(value), offset=record_offset, timestamp=ts_ms + delay_ms)
 

@@ -214,6 +214,25 @@ def test_two_producers_of_one_name_are_found() -> None:
     assert only_finding(also_late).finding == "c/n: two producers send under this name"
 
 
+def test_gpus_that_two_nodes_send_at_a_time_are_found_and_those_that_moved_are_not() -> None:
+    gpus = [{"uuid": f"GPU-{number}", "state": "ok"} for number in range(7)]
+    lost = [{**gpu, "state": "lost"} for gpu in gpus]
+
+    def sent_by(node: str, seqs: range, devices: list[dict[str, str]]) -> list[Record]:
+        ticks = [sample(seq, node=node, devices=devices) for seq in seqs]
+        return [snapshot(node=node), *[attributed(seq, node=node) for seq in seqs], *ticks]
+
+    twice = [workloads(), *sent_by("gpu-1", range(1, 601), gpus), *sent_by("ip-10-0-0-1", range(1, 601), gpus)]
+    finding = only_finding(see(twice))
+    assert finding.finding == "c/gpu-1 and c/ip-10-0-0-1 send the same 7 GPUs: sums over nodes count them twice"
+    assert finding.evidence == "both send GPU-0, GPU-1, GPU-2, GPU-3, GPU-4, and 2 more"
+
+    moved = [*sent_by("a", range(1, 300), gpus), *sent_by("b", range(400, 601), gpus)]
+    lost_here = [*sent_by("a", range(1, 601), lost), *sent_by("b", range(1, 601), gpus)]
+    for records in (moved, lost_here):
+        assert not [found for found in findings_of(see(records)).get("sent", ()) if "the same" in found.finding]
+
+
 def test_a_tick_that_attribution_has_passed_without_a_record_is_lost() -> None:
     records = [record for record in healthy() if record != attributed(7)]
 
