@@ -31,7 +31,7 @@ from gpustream.output import FAILED, aligned, answer, cell, csv_lines, failed, j
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range
-from gpustream.usage.table import By, Table, UsageRow, rounded
+from gpustream.usage.table import NO_TEAM, By, Table, UsageRow, rounded
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES
 
 TEXT_WIDTH = 80
@@ -282,9 +282,14 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
 
 
 def table_notes(table: Table) -> Iterator[str]:
-    """Notes on a table: that it is empty, what is not final, does not add up, or has no price."""
+    """Notes on a table: that it is empty or names no team, what is not final, does not add up, or has no price."""
     if not table.gpus:
         yield "nothing is known of this time: does `gpustream stream usage` run?"
+    if table.by == "team" and [row.by for row in table.rows() if row.category == "held"] == [NO_TEAM]:
+        yield (
+            "no pod has a team: is --team-label of `gpustream stream usage` the name of a label that pods or namespaces"
+            " have, and does `produce cluster` publish it (--pod-labels, --namespace-labels)?"
+        )
     if table.growing:
         yield (
             f"not final: {counted(len(table.growing), 'window')} from {utc(min(table.growing))} on may still change;"

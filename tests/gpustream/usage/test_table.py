@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.prices import Price, Prices
-from gpustream.usage.command import as_csv
+from gpustream.usage.command import as_csv, table_notes
 from gpustream.usage.read import LatestRecords, Range
 from gpustream.usage.table import By, Table, divided
 from tests.usage_records import START_MS, read, usage
@@ -55,6 +55,14 @@ def test_a_row_is_whose_usage_was_asked_for(by: By, name: str) -> None:
 def test_a_pod_without_a_workload_is_its_own_and_one_without_a_team_is_said() -> None:
     assert held(table(usage("ml", "a"), by="workload")) == {"ml/Pod/a": 1}
     assert held(table(usage("ml", "a"), by="team")) == {"(no team)": 1}
+
+
+def test_if_no_pod_has_a_team_a_note_says_where_teams_come_from() -> None:
+    (note,) = table_notes(table(usage("ml", "a"), usage("ml", "b", gpu_uuid="GPU-2"), by="team"))
+    assert note.startswith("no pod has a team: is --team-label of `gpustream stream usage` the name of a label")
+    some_has = table(usage("ml", "a"), usage("ml", "b", team="vision", gpu_uuid="GPU-2"), by="team")
+    for noteless in (some_has, table(usage("ml", "a")), table(usage(category="free"), by="team")):
+        assert list(table_notes(noteless)) == []
 
 
 def test_the_cluster_is_named_if_there_are_several() -> None:
