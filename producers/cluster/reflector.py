@@ -5,7 +5,8 @@ to a :class:`Listener`.
 State: the resource version to continue from, which is opaque.
 On failure: the store stays as it is, and the watch is restarted: from its last version, or with a new list if the
 server no longer has that version. Before a restart it waits, from 0.2 s up to 30 s, twice as long each time unless the
-watch was healthy for 5 s. An object that can't be decoded is counted and skipped, and its last state stays.
+watch was healthy for 5 s. An object that can't be decoded is counted and skipped, and its last state stays. If a page
+is too large for the memory, the next list has pages of half as many objects.
 
 Source: "Efficient detection of changes", "Streaming lists" and "410 Gone responses" of the Kubernetes API concepts.
 The events of a list have resource versions in no order: only its end, later events and bookmarks say where to go on.
@@ -33,6 +34,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 PAGE = 500
+LARGEST_PAGE_BYTES = 64 * 1024 * 1024  # a page is in memory twice while it is read
 PAGE_WITHIN_S = 60.0
 LIST_WITHIN_S = 120.0
 PAGED_LIST_FACTOR = 5  # a paged list may take so many times as long as a streaming one
@@ -204,7 +206,7 @@ class Reflector:
         self._api, self._path, self._listener, self._instruments, self._name = api, path, listener, instruments, name
         self._paths, self._path_index = (path, *older), 0
         self._optional, self._silence_s, self._list_within_s = optional, silence_s, list_within_s
-        self._largest_line_bytes = largest_line_bytes
+        self._largest_line_bytes, self._page = largest_line_bytes, PAGE
         self._version: str | None = None
         self._streaming = True
         self._last_event_s = time.monotonic()
@@ -269,11 +271,19 @@ class Reflector:
         return restart.wait_s + max(self._wait_s, FIRST_WAIT_S) * random.uniform(0.5, 1)
 
     async def _list_pages(self) -> None:
+        """Read the list in pages. Raises Restart and Unreachable."""
         self._listener.begin()
-        params = {"limit": str(PAGE)}
+        params = {"limit": str(self._page)}
         async with self._limit_list(PAGED_LIST_FACTOR * self._list_within_s):
             while True:
-                answer = await self._api.request("GET", self._path, params=params, timeout_s=PAGE_WITHIN_S)
+                try:
+                    answer = await self._api.request(
+                        "GET", self._path, params=params, timeout_s=PAGE_WITHIN_S, largest_bytes=LARGEST_PAGE_BYTES
+                    )
+                except Unreachable as error:
+                    if error.reason == "cut":
+                        self._page = max(1, self._page // 2)
+                    raise
                 if answer.status != 200:
                     raise restart_for_status(self._path, *answer)
                 self._last_event_s = time.monotonic()

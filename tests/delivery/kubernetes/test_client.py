@@ -217,16 +217,13 @@ def port(server: asyncio.Server) -> int:
     return int(server.sockets[0].getsockname()[1])
 
 
-async def test_an_answer_without_an_end_is_cut(
-    server: ApiServer, connect: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LARGEST_ANSWER_BYTES", 1000)
+async def test_an_answer_without_an_end_is_cut(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(streams(b"x" * 1001), streams(b"x" * 1000))
     with pytest.raises(Unreachable) as error:
-        await api.request("GET", "/things")
+        await api.request("GET", "/things", largest_bytes=1000)
     assert error.value.reason == "cut"
-    assert len((await api.request("GET", "/things")).body) == 1000
+    assert len((await api.request("GET", "/things", largest_bytes=1000)).body) == 1000
 
 
 # -- streams

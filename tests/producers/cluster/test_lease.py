@@ -47,6 +47,7 @@ class CuttableClient(Client):
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
+        **_: Any,
     ) -> Answer:
         if self.cut:
             await asyncio.sleep(timeout_s)

@@ -59,6 +59,7 @@ class FakeApi(Client):
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
+        **_: Any,
     ) -> Answer:
         assert method == "GET"
         self.requested.append(path)

@@ -206,6 +206,21 @@ async def test_a_server_without_resource_version_match_is_listed_in_pages(server
     assert bench.events("listed") == 1
 
 
+async def test_if_a_page_is_too_large_for_the_memory_the_list_begins_again_with_smaller_ones(
+    server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE", 4)
+    monkeypatch.setattr(module, "LARGEST_PAGE_BYTES", 2500)
+    server.streaming = False
+    for index in range(5):
+        server.put(PODS, pod(f"p{index}", text="x" * 1000))
+    bench = await start()
+    await bench.until_objects(*(f"p{index}" for index in range(5)))
+    limits = [request.params["limit"] for request in server.requests if "limit" in request.params]
+    assert limits == ["4", "2", "2", "2"]
+    assert bench.restarts("cut") == 1
+
+
 async def test_a_page_that_expired_begins_the_list_again(server: ApiServer, start: Start) -> None:
     server.streaming, server.page_size = False, 1
     server.put(PODS, pod("a"))
