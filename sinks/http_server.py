@@ -7,6 +7,7 @@ after a while.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
@@ -103,10 +105,7 @@ async def listening(
     """
     clients = _Clients()
     application = web.Application(middlewares=[clients.note_answering, *middlewares])
-    application.add_routes(
-        web.RouteDef(route.method, route.path, route.handler, {"expect_handler": _answer_at_once, **route.kwargs})
-        for route in routes
-    )
+    application.add_routes(routes)
     runner = web.AppRunner(
         application,
         handle_signals=False,
@@ -120,6 +119,7 @@ async def listening(
     )
     await runner.setup()
     server = cast("web.Server", runner.server)  # it has one, since it is set up
+    server.request_factory = functools.partial(_without_expectation, server.request_factory)
 
     (host, port), listeners = address, list[socket.socket]()
     accepting: list[asyncio.Future[None]] = []
@@ -145,9 +145,16 @@ async def listening(
         await runner.cleanup()
 
 
-async def _answer_at_once(_: web.Request) -> None:
-    """Ignore what a client expects before it sends a body: nothing reads one. aiohttp's own answer repeats what is no
-    ``100-continue``, and fails on bytes that are no text."""
+def _without_expectation(
+    make: Callable[..., web.BaseRequest], message: RawRequestMessage, *connection: Any
+) -> web.BaseRequest:
+    """A request without what its client expects before it sends a body: nothing reads one. aiohttp's own answer repeats
+    what is no ``100-continue``, and fails on bytes that are no text."""
+    if "Expect" in message.headers:
+        headers = message.headers.copy()
+        headers.popall("Expect")
+        message = message._replace(headers=type(message.headers)(headers))
+    return make(message, *connection)
 
 
 async def _bound_sockets(server: web.Server, host: str, port: int) -> list[socket.socket]:

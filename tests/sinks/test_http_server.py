@@ -61,17 +61,18 @@ async def test_a_request_that_is_none_is_answered_and_not_logged(
     assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
 
 
+@pytest.mark.parametrize(("request_", "status"), [(b"POST /", b"200"), (b"GET /", b"405"), (b"POST /none", b"404")])
 @pytest.mark.parametrize("expected", [b"100-continue", b"more", b"\xff\x96"])
 async def test_a_client_is_answered_whatever_it_expects_before_it_sends_a_body(
-    expected: bytes, caplog: pytest.LogCaptureFixture
+    expected: bytes, request_: bytes, status: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(_: web.Request) -> web.Response:
         return web.Response(text="done")
 
     async with listening([web.post("/", work)], ("127.0.0.1", 0), option="--listen") as address:
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: " + expected + b"\r\nContent-Length: 4\r\n\r\n")
-        assert (await reader.readline()).split()[1] == b"200"
+        writer.write(request_ + b" HTTP/1.1\r\nHost: x\r\nExpect: " + expected + b"\r\nContent-Length: 4\r\n\r\n")
+        assert (await reader.readline()).split()[1] == status
         writer.close()
     assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
 
