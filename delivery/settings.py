@@ -12,12 +12,13 @@ This module imports nothing heavy, because the command's help imports the settin
 import dataclasses
 import inspect
 import logging
+import os
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import click
 
@@ -119,6 +120,25 @@ class NewPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class ReadableFile(click.Path):
+    """A file or a pipe that is read whole. A device may never end; nor may a file have more than ``max_bytes``."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        super().__init__(exists=True, dir_okay=False, readable=True, path_type=Path)
+        self._max_bytes = max_bytes
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. It is an error if it can't be what is read."""
+        path = cast("Path", super().convert(value, param, ctx))
+        if not (path.is_file() or path.is_fifo() or path.samefile(os.devnull)):
+            self.fail(f"{str(path)!r} is a device or a socket: write the path of a file", param, ctx)
+        if self._max_bytes is not None and path.stat().st_size > self._max_bytes:
+            self.fail(
+                f"{str(path)!r} has more than {values.size_text(self._max_bytes)}: is it another file?", param, ctx
+            )
+        return path
+
+
 def _or_off(value: Any) -> str:
     return "off" if value is None else str(value)
 
@@ -142,7 +162,8 @@ START_FROM = Text(
     "1h",
     show=lambda start: start if isinstance(start, str) else values.duration_text(start),
 )
-READABLE_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+READABLE_FILE = ReadableFile(max_bytes=64 << 20)
+DATA_FILE = ReadableFile()
 FILE = NewPath(dir_okay=False, path_type=Path)
 DIRECTORY = NewPath(file_okay=False, path_type=Path)
 EXISTING_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)

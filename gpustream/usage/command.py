@@ -22,7 +22,7 @@ from delivery import values
 from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.prices import PricesError
-from delivery.settings import FILE, READABLE_FILE, Text
+from delivery.settings import DATA_FILE, FILE, READABLE_FILE, Text
 from delivery.values import counted, printable
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, combined, option, output_format
@@ -180,7 +180,7 @@ def _option_errors(values: dict[str, Any]) -> Iterator[str]:
 @option(
     "--focus-origin",
     "bill_file",
-    type=READABLE_FILE,
+    type=DATA_FILE,
     help=(
         "A bill, as CSV with the columns of FOCUS. Its charges for nodes and GPUs are divided by who had the GPUs. Its"
         " time is the time that is read, if no other is given."

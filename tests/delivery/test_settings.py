@@ -1,5 +1,6 @@
 """A record of settings is the schema of its options."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,7 +8,17 @@ from typing import Annotated, Literal
 import click
 import pytest
 
-from delivery.settings import DURATION, NAME, REQUIRED, KafkaSettings, MemberSettings, Option, fields
+from delivery.settings import (
+    DATA_FILE,
+    DURATION,
+    NAME,
+    READABLE_FILE,
+    REQUIRED,
+    KafkaSettings,
+    MemberSettings,
+    Option,
+    fields,
+)
 
 Shared = Annotated[str, Option("--shared", NAME, "Shared by several.")]
 
@@ -62,6 +73,38 @@ def test_every_error_of_the_shared_settings_is_named() -> None:
 
     assert [error.partition(":")[0] for error in settings.errors()] == ["--kafka", "--session-timeout"]
     assert KafkaSettings(kafka="k:1").errors() == []
+
+
+@pytest.mark.parametrize("type_", [READABLE_FILE, DATA_FILE])
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/full", "/dev/urandom"])
+def test_a_device_that_never_ends_is_no_file(type_: click.ParamType, device: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"^'{device}' is a device or a socket: write the path of a file$"):
+        type_.convert(device, None, None)
+
+
+@pytest.mark.parametrize("type_", [READABLE_FILE, DATA_FILE])
+def test_a_pipe_of_a_shell_a_mounted_secret_and_what_is_empty_are_files(type_: click.ParamType, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..2026" / "token").write_text("s3cret")
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "token").symlink_to("..data/token")
+    try:
+        for path in (f"/dev/fd/{reading}", str(tmp_path / "token"), os.devnull):
+            assert type_.convert(path, None, None) == Path(path)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_only_a_file_of_data_may_be_large(tmp_path: Path) -> None:
+    large = tmp_path / "image.iso"
+    large.touch()
+    os.truncate(large, (64 << 20) + 1)
+
+    assert DATA_FILE.convert(str(large), None, None) == large
+    with pytest.raises(click.BadParameter, match=f"^'{large}' has more than 64MiB: is it another file\\?$"):
+        READABLE_FILE.convert(str(large), None, None)
 
 
 def test_unused_settings_of_a_file_are_logged_once_without_their_values(
