@@ -277,6 +277,8 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
         click.echo(
             f"of them, {counted(bill.partly, 'charge')} by a part of their time: the rest has no usage", err=True
         )
+    if bill.is_of_other_nodes:
+        click.echo("--focus-nodes: no node of it has usage: first in a line is the bill's id, then the name", err=True)
     for reason, count in sorted(bill.unchanged.items()):
         click.echo(f"{counted(count, 'charge')} as before: {reason}", err=True)
 

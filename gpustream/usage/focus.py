@@ -45,6 +45,7 @@ _QUANTITY_PLACES = 9
 _MAX_DIGITS = 30
 """More than any bill has: a number of a billion digits would never be divided."""
 
+_SEPARATORS = str.maketrans(dict.fromkeys(',"', " "))  # neither an id nor a name has them
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
 _encoder = msgspec.json.Encoder(decimal_format="number")
 
@@ -98,14 +99,14 @@ class Nodes(NamedTuple):
 
 
 def read_nodes(path: Path) -> dict[str, list[str]]:
-    """The ids of each node, from a file with an id and a node's name in each line. Raises BillError."""
+    """The ids of each node, from a file with an id and a node's name in each line, or CSV of them. Raises BillError."""
     ids: dict[str, list[str]] = {}
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BillError(f"{path}: it can't be read as text in UTF-8: {error}") from error
     for number, line in enumerate(lines, 1):
-        fields = line.replace(",", " ").split()
+        fields = line.translate(_SEPARATORS).split()
         if not fields or fields[0].startswith("#"):
             continue
         if len(fields) != 2:
@@ -173,6 +174,11 @@ class Bill:
         if not (charges := self._charges.values()):
             return None
         return Range(min(charge.from_ms for charge in charges), max(charge.to_ms for charge in charges))
+
+    @property
+    def is_of_other_nodes(self) -> bool:
+        """Whether a file has ids of nodes, and none of these has usage."""
+        return bool(self._nodes.ids) and self._nodes.ids.keys().isdisjoint(node for node, *_ in self._names)
 
     def add(self, record: Usage) -> None:
         """Adds a record. There is one for each key."""

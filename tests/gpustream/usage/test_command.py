@@ -136,6 +136,21 @@ def test_a_bill_is_divided_and_what_became_of_its_charges_is_said(kafka: str, tm
     assert f"{out}: 1 charge divided\n1 charge as before: of no node or GPU that has usage" in result.stderr
 
 
+@pytest.mark.parametrize(("line", "is_said"), [("i-0ab n1", False), ("n1 i-0ab", True)])
+def test_a_file_of_nodes_of_which_none_has_usage_is_said(kafka: str, tmp_path: Path, line: str, is_said: bool) -> None:
+    bill, nodes = tmp_path / "bill.csv", tmp_path / "nodes"
+    bill.write_text(
+        "ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\ni-0ab,2026-11-20T00:00Z,2026-11-20T01:00Z,1\n"
+    )
+    nodes.write_text(f"{line}\n")
+    out = ("--focus", str(tmp_path / "out.csv"))
+    result = _usage(kafka, "--focus-origin", str(bill), *out, "--focus-nodes", str(nodes))
+    assert ("--focus-nodes: no node of it has usage: first in a line is" in result.stderr, result.exit_code) == (
+        is_said,
+        0,
+    )
+
+
 def test_a_field_with_a_carriage_return_is_one_field_of_the_bill_that_is_written(kafka: str, tmp_path: Path) -> None:
     bill, out = tmp_path / "bill.csv", tmp_path / "out.csv"
     bill.write_text(

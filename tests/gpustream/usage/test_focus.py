@@ -317,6 +317,8 @@ def test_a_file_of_nodes_has_an_id_and_a_name_in_each_line(tmp_path: Path) -> No
     assert read_nodes(file) == {"n1": ["aws:///a/i-0ab", "i-0cd"]}
     file.write_text("i-0cd n1\n", encoding="utf-8-sig")
     assert read_nodes(file) == {"n1": ["i-0cd"]}
+    file.write_text('"ID","NODE"\r\n"i-0cd","n1"\r\n')
+    assert read_nodes(file)["n1"] == ["i-0cd"]
     file.write_text("n1\n")
     with pytest.raises(BillError, match="nodes:1: it must be"):
         read_nodes(file)
