@@ -14,6 +14,7 @@ Source: FOCUS 1.3, "Data Generator-Calculated Split Cost Allocation Handling" an
 """
 
 import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,13 @@ QUANTITY_COLUMNS = ("ConsumedQuantity", "PricingQuantity", "CommitmentDiscountQu
 _QUANTITY_PLACES = 9
 _MAX_DIGITS = 30
 """More than any bill has: a number of a billion digits would never be divided."""
+
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "a gzip file, which gunzip unpacks",
+    b"PK\x03\x04": "a ZIP archive or a spreadsheet",
+    b"PAR1": "a Parquet file",
+}
+"""In which clouds export bills, too, by the bytes that they begin with."""
 
 _SEPARATORS = str.maketrans(dict.fromkeys(',"', " "))  # neither an id nor a name has them
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
@@ -122,6 +130,27 @@ def id_forms(text: str) -> set[str]:
     return {without_scheme, last} - {""} if not last.isdigit() else {without_scheme}
 
 
+def _read_bill(path: Path, required: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+    """The columns of a bill, of which some are ``required``, and its rows. Raises BillError."""
+    shared: dict[str, str] = {}  # most cells have the text of others, which then takes memory once
+    try:
+        with path.open("rb") as file:
+            if kinds := [kind for start, kind in _OTHER_FORMATS.items() if file.peek(len(start)).startswith(start)]:
+                raise BillError(f"{path}: it looks like {kinds[0]}, and a bill must be CSV in UTF-8")
+            reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+            columns, *rows = [[shared.setdefault(text, text) for text in row] for row in reader if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BillError(f"{path}: it can't be read as CSV in UTF-8: {error}") from error
+    if missing := [name for name in required if name not in columns]:
+        raise BillError(f"{path}: it has no column {missing[0]}, so it is not a bill in the form of FOCUS")
+    if duplicates := [name for name, count in Counter(columns).items() if count > 1]:
+        raise BillError(f"{path}: it has two columns {duplicates[0]}")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(columns):
+            raise BillError(f"{path}: row {number} has {len(row)} fields, and the first line {len(columns)}")
+    return columns, rows
+
+
 class Bill:
     """The rows of a bill, and the usage of the GPUs that it charges for.
 
@@ -132,21 +161,7 @@ class Bill:
     def __init__(self, path: Path, by: By, nodes: Nodes, summed: Sequence[str] = ()) -> None:
         """Reads a bill. ``summed``: further columns that can be summed, beside FOCUS's own. Raises BillError."""
         self._path, self._by, self._nodes = path, by, nodes
-        shared: dict[str, str] = {}  # most cells have the text of others, which then takes memory once
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file, strict=True)
-                columns, *rows = [[shared.setdefault(text, text) for text in row] for row in reader if row] or [[]]
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise BillError(f"{path}: it can't be read as CSV in UTF-8: {error}") from error
-        if missing := [name for name in (*REQUIRED_COLUMNS, *summed) if name not in columns]:
-            raise BillError(f"{path}: it has no column {missing[0]}, so it is not a bill in the form of FOCUS")
-        if duplicates := [name for name, count in Counter(columns).items() if count > 1]:
-            raise BillError(f"{path}: it has two columns {duplicates[0]}")
-        for number, row in enumerate(rows, 1):
-            if len(row) != len(columns):
-                raise BillError(f"{path}: row {number} has {len(row)} fields, and the first line {len(columns)}")
-        self._columns, self._rows = columns, rows
+        self._columns, self._rows = _read_bill(path, (*REQUIRED_COLUMNS, *summed))
         self._places = dict.fromkeys((*COST_COLUMNS, *summed), 2) | dict.fromkeys(QUANTITY_COLUMNS, _QUANTITY_PLACES)
         self._charges: dict[int, Charge] = {}
         self._hourly: dict[tuple[str, int], list[Charge]] = {}  # those of one hour, by an id and that hour

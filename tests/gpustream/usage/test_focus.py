@@ -1,8 +1,10 @@
 """A bill divided by who had the GPUs, as a reader that is not ours reads it: duckdb."""
 
 import csv
+import gzip
 import json
 import tracemalloc
+import zipfile
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -282,6 +284,23 @@ def test_a_bill_that_is_none_is_one_sentence(tmp_path: Path, text: str, sentence
     with pytest.raises(BillError) as raised:
         Bill(tmp_path / "bill.csv", "namespace", Nodes())
     assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["bill.csv.gz", "bill.parquet", "bill.xlsx"])
+def test_a_bill_in_another_format_is_called_by_its_name(tmp_path: Path, name: str) -> None:
+    path, csv_path = tmp_path / name, tmp_path / "bill.csv"
+    csv_path.write_text(",".join(CHARGE))
+    match path.suffix:
+        case ".gz":
+            path.write_bytes(gzip.compress(csv_path.read_bytes()))
+        case ".parquet":
+            duckdb.read_csv(str(csv_path)).write_parquet(str(path))
+        case _:
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.write(csv_path)
+    kind = {".gz": "a gzip file, which", ".parquet": "a Parquet file", ".xlsx": "a ZIP archive"}[path.suffix]
+    with pytest.raises(BillError, match=f"^{path}: it looks like {kind}.*, and a bill must be CSV in UTF-8$"):
+        Bill(path, "namespace", NO_NODES)
 
 
 @pytest.mark.parametrize("cost", ["1,000.00", "EUR 5", "NaN", "Infinity", "1E+999999999"])
