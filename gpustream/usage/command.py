@@ -197,8 +197,9 @@ def _option_errors(values: dict[str, Any]) -> Iterator[str]:
     "nodes_file",
     type=READABLE_FILE,
     help=(
-        "A file that says what the bill calls each node: in each line a ResourceId and the name of a node. For most"
-        " clouds, `kubectl get nodes --no-headers -o custom-columns=:.spec.providerID,:.metadata.name` writes it."
+        "A file that says what the bill calls each node: in each line a ResourceId and the name of a node, or"
+        " CLUSTER/NODE if several clusters have one of that name. For most clouds, `kubectl get nodes --no-headers -o"
+        " custom-columns=:.spec.providerID,:.metadata.name` writes it."
     ),
 )
 @option("--focus-label", "focus_label", help="The node label that holds what the bill has as ResourceId.")
@@ -279,6 +280,12 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
         )
     if bill.is_of_other_nodes:
         click.echo("--focus-nodes: no node of it has usage: first in a line is the bill's id, then the name", err=True)
+    if shared := bill.shared_nodes:
+        click.echo(
+            f"nodes of one name in several clusters share their charges, such as {printable(shared[0])}:"
+            " --focus-nodes with ids of CLUSTER/NODE tells them apart",
+            err=True,
+        )
     for reason, count in sorted(bill.unchanged.items()):
         click.echo(f"{counted(count, 'charge')} as before: {reason}", err=True)
 

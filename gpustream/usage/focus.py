@@ -6,9 +6,10 @@ Out:      the bill again. A charge for a node or a GPU is there as several alloc
 On failure: :class:`BillError` with the place of what is wrong in the bill.
 
 A charge is for a node if its ResourceId or ResourceName is one of the node's ids: its name, the value of a node label,
-or what a file says. It is for a GPU if that is the GPU's UUID. What can be summed in a charge, its costs and
-quantities, is divided by GPU time, ``slice_ms / of``. The parts add up to the charge exactly: in cents or, if the
-charge has more digits than that, in its last one. Everything else is copied.
+or what a file says. Nodes of one name in several clusters share it, unless the file tells them apart. It is for a GPU
+if that is the GPU's UUID. What can be summed in a charge, its costs and quantities, is divided by GPU time,
+``slice_ms / of``. The parts add up to the charge exactly: in cents or, if the charge has more digits than that, in its
+last one. Everything else is copied.
 
 Source: FOCUS 1.3, "Data Generator-Calculated Split Cost Allocation Handling" and the columns that begin with Allocated.
 """
@@ -100,7 +101,8 @@ class Charge:
 
 
 class Nodes(NamedTuple):
-    """The ids of nodes in a bill: those of a file, by node name. ``label``: the node label that has one, if any."""
+    """The ids of nodes in a bill: those of a file, by node name or CLUSTER/NODE. ``label``: the node label that has
+    one, if any."""
 
     ids: Mapping[str, Sequence[str]] = {}
     label: str | None = None
@@ -166,7 +168,7 @@ class Bill:
         self._charges: dict[int, Charge] = {}
         self._hourly: dict[tuple[str, int], list[Charge]] = {}  # those of one hour, by an id and that hour
         self._longer: dict[str, list[Charge]] = {}
-        self._names: dict[tuple[str, str, str], frozenset[str]] = {}
+        self._names: dict[tuple[str, str, str, str], frozenset[str]] = {}
         self._tag_texts: dict[str, str] = {}
         self.divided = self.partly = 0
         self.unchanged: Counter[str] = Counter()
@@ -193,7 +195,18 @@ class Bill:
     @property
     def is_of_other_nodes(self) -> bool:
         """Whether a file has ids of nodes, and none of these has usage."""
-        return bool(self._nodes.ids) and self._nodes.ids.keys().isdisjoint(node for node, *_ in self._names)
+        known = {name for cluster, node, *_ in self._names for name in (node, f"{cluster}/{node}")}
+        return bool(self._nodes.ids) and self._nodes.ids.keys().isdisjoint(known)
+
+    @property
+    def shared_nodes(self) -> list[str]:
+        """The nodes whose charges are those of a node of the same name in another cluster, too."""
+        charged = {*self._longer, *(name for name, _ in self._hourly)}
+        clusters: dict[tuple[str, str], set[str]] = {}
+        for (cluster, node, *_), names in self._names.items():
+            for name in names & charged:
+                clusters.setdefault((node, name), set()).add(cluster)
+        return sorted({node for (node, _), charged_in in clusters.items() if len(charged_in) > 1})
 
     def add(self, record: Usage) -> None:
         """Adds a record. There is one for each key."""
@@ -205,10 +218,12 @@ class Bill:
             tags = _tags(record, self._by)
             tags = self._tag_texts.setdefault(tags, tags)  # one text for all charges and hours that have it
         label = record.node_labels.get(self._nodes.label or "", "")
-        names = self._names.get(key := (record.node, record.gpu_uuid, label))
+        names = self._names.get(key := (record.cluster, record.node, record.gpu_uuid, label))
         if names is None:  # all ids that a bill may have for the node or the GPU
-            ids = (record.node, record.node.partition(".")[0], record.gpu_uuid, label)
-            names = frozenset().union(*map(id_forms, (*ids, *self._nodes.ids.get(record.node, ()))))
+            ids = [record.node, record.node.partition(".")[0], record.gpu_uuid, label]
+            for name in (record.node, f"{record.cluster}/{record.node}"):
+                ids += self._nodes.ids.get(name, ())
+            names = frozenset().union(*map(id_forms, ids))
             self._names[key] = names
         hour_ms = record.start_ms // HOUR_MS * HOUR_MS
         charges: set[Charge] = set()

@@ -151,6 +151,18 @@ def test_a_file_of_nodes_of_which_none_has_usage_is_said(kafka: str, tmp_path: P
     )
 
 
+def test_nodes_of_one_name_that_share_a_charge_are_said(tmp_path: Path) -> None:
+    bill = tmp_path / "bill.csv"
+    bill.write_text(
+        "ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\nn1,2026-11-20T00:00Z,2026-11-20T01:00Z,1\n"
+    )
+    with EmbeddedBroker() as running:
+        running.start({HOURS.name: 2, MINUTES.name: 2})
+        _write(running.address, [usage("ml"), usage("other", cluster="c2", gpu_uuid="GPU-2")])
+        result = _usage(running.address, "--focus-origin", str(bill), "--focus", str(tmp_path / "out.csv"))
+    assert "nodes of one name in several clusters share their charges, such as n1: --focus-nodes" in result.stderr
+
+
 def test_a_field_with_a_carriage_return_is_one_field_of_the_bill_that_is_written(kafka: str, tmp_path: Path) -> None:
     bill, out = tmp_path / "bill.csv", tmp_path / "out.csv"
     bill.write_text(

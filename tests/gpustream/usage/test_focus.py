@@ -245,6 +245,27 @@ def test_a_charge_for_several_nodes_is_divided_by_the_time_of_all(tmp_path: Path
     assert {row["AllocatedResourceName"] for row in rows} == {"ml", "serving", "other", None}
 
 
+@pytest.mark.parametrize(
+    ("resource", "ids", "holders", "shared"),
+    [
+        ("n1", {}, {"c1/ml", "c2/other"}, ["n1"]),
+        ("i-0ab", {"n1": ["i-0ab", "i-0cd"]}, {"c1/ml", "c2/other"}, ["n1"]),
+        ("i-0ab", {"c1/n1": ["i-0ab"], "c2/n1": ["i-0cd"]}, {"c1/ml"}, []),
+        ("i-0cd", {"c1/n1": ["i-0ab"], "c2/n1": ["i-0cd"]}, {"c2/other"}, []),
+        ("scale-set", {"c1/n1": ["scale-set"], "n2": ["scale-set"]}, {"c1/ml", "c3/n2"}, []),
+    ],
+)
+def test_nodes_of_one_name_in_several_clusters_share_a_charge_unless_the_file_tells_them_apart(
+    tmp_path: Path, resource: str, ids: Mapping[str, Sequence[str]], holders: set[str], shared: list[str]
+) -> None:
+    focus = bill(tmp_path, {"ResourceId": resource}, nodes=Nodes(ids))
+    records = [
+        usage("ml"), usage("other", cluster="c2", gpu_uuid="GPU-2"), usage("n2", cluster="c3", node="n2"),
+    ]  # fmt: skip
+    rows = written(tmp_path, focus, records)
+    assert ({row["AllocatedResourceId"] for row in rows}, focus.shared_nodes) == (holders, shared)
+
+
 def test_what_else_can_be_summed_is_said_by_the_user(tmp_path: Path) -> None:
     rows = written(tmp_path, bill(tmp_path, {"x_Note": "10.00"}, summed=("x_Note",)))
     assert summed(rows, "x_Note") == 10
