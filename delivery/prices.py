@@ -173,7 +173,7 @@ def milliseconds(value: Any) -> int | None:
     """A date or a time in ms since the epoch, in UTC if it names no zone; None if it is neither."""
     try:
         if isinstance(value, str):
-            value = datetime.fromisoformat(value.strip())
+            value = datetime.fromisoformat(value.strip().upper())  # RFC 3339 has small letters, too
         if isinstance(value, date) and not isinstance(value, datetime):
             value = datetime(value.year, value.month, value.day)  # noqa: DTZ001 - the zone comes next
         if not isinstance(value, datetime):

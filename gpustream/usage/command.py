@@ -65,7 +65,7 @@ def parse_time(text: str) -> When:
         parsed = (
             When(values.milliseconds(text), is_ago=True)
             if at_ms is None
-            else When(at_ms, is_ago=False, is_assumed=datetime.fromisoformat(text.strip()).tzinfo is None)
+            else When(at_ms, is_ago=False, is_assumed=datetime.fromisoformat(text.strip().upper()).tzinfo is None)
         )
     except ValueError:
         raise ValueError(

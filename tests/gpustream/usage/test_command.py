@@ -223,6 +223,8 @@ def test_minutes_are_read_where_a_time_is_no_whole_hour() -> None:
         ("2026-11-20T00:00Z", START_MS),
         ("2026-11-20 01:00+01:00", START_MS),
         ("20261120T010000+0100", START_MS),
+        ("2026-11-20t01:00:00+01:00", START_MS),
+        ("2026-11-20t00:00:00z", START_MS),
     ],
 )
 def test_a_time_is_iso_8601(text: str, ms: int) -> None:
