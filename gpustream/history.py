@@ -211,22 +211,43 @@ def decoded(
 
 
 class Writer:
-    """Writes records, and limits how many are not acknowledged yet."""
+    """Writes records, and limits how many are not acknowledged yet.
+
+    It raises the error of an earlier record; and BrokerUnavailable if none is acknowledged for too long.
+    """
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._waiting: list[asyncio.Future[int]] = []
 
     async def write(self, topic: str, value: bytes, key: bytes, partition: int) -> None:
-        """Writes a record. Raises the error of an earlier record."""
-        self._waiting.append(await self._sender.send(topic, value, key=key, partition=partition))
+        """Writes a record."""
+        acknowledged = None
+        while acknowledged is None:
+            try:
+                async with asyncio.timeout(STALLED_S):
+                    acknowledged = await self._sender.send(topic, value, key=key, partition=partition)
+            except TimeoutError:
+                if not self._waiting:
+                    raise self._stall() from None
+                await self.settle()  # the sender may be sending these again, one at a time
+        self._waiting.append(acknowledged)
         if len(self._waiting) >= _UNACKNOWLEDGED:
             await self.settle()
 
     async def settle(self) -> None:
         """Waits until all records are acknowledged."""
+        while pending := [acknowledged for acknowledged in self._waiting if not acknowledged.done()]:
+            done, _ = await asyncio.wait(pending, timeout=STALLED_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise self._stall()
         await asyncio.gather(*self._waiting)
         self._waiting.clear()
+
+    def _stall(self) -> BrokerUnavailable:
+        """Why no record is acknowledged."""
+        reasons = self._sender.not_ready() or ["run this again when it takes them"]
+        return BrokerUnavailable(f"Kafka has taken no record for {STALLED_S:.0f} s: {'; '.join(reasons)}")
 
 
 def utc(at_ms: int) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable, TopicDescription
 from delivery.ledger import Partition
+from delivery.sender import Sender
 from gpustream import history
 from gpustream.history import History, Span
+from tests.delivery.fake_producer import Cluster, FakeProducer
 from tests.delivery.test_tail import ALERTS, TICKS, Kafka
 
 SPANS = {Partition(topic, 0): Span(0, 3) for topic in (TICKS, ALERTS)}
@@ -201,3 +204,57 @@ def test_a_record_that_can_not_be_decoded_is_logged_with_its_place(caplog: pytes
     (logged,) = caplog.records
     assert logged.getMessage().startswith("gpu.actions: a record is left out: ")
     assert (vars(logged)["partition"], vars(logged)["offset"]) == (3, 1)
+
+
+class BusySender(Sender):
+    """It takes a first record. The next one has to wait until the caller asks for the first."""
+
+    def __init__(self) -> None:
+        super().__init__(Connection("127.0.0.1:1"), client_id="c")
+        self.values: list[bytes | None] = []
+        self.first = asyncio.get_running_loop().create_future()
+
+    async def send(self, topic: str, value: bytes | None, **_: Any) -> asyncio.Future[int]:
+        if self.values and not self.first.done():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.first.set_result(0)
+        self.values.append(value)
+        return self.first
+
+
+async def write(sender: Sender, *values: bytes) -> None:
+    """Writes records, and waits until they are acknowledged."""
+    writer = history.Writer(sender)
+    async with asyncio.timeout(60):
+        for value in values:
+            await writer.write(ALERTS, value, b"key", 0)
+        await writer.settle()
+
+
+async def test_a_record_waits_while_earlier_ones_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "STALLED_S", 0.01)
+    sender = BusySender()
+    await write(sender, b"a", b"b")
+    assert sender.values == [b"a", b"b"]
+
+
+async def test_a_broker_that_takes_no_record_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "STALLED_S", 0.01)
+    with pytest.raises(BrokerUnavailable, match=r"^Kafka has taken no record for 0 s: no Kafka broker has answered at"):
+        await write(Sender(Connection("127.0.0.1:1"), client_id="c"), b"a")
+
+
+async def test_a_broker_that_acknowledges_no_record_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    away = asyncio.Event()
+    monkeypatch.setattr(history, "STALLED_S", 0.01)
+    monkeypatch.setattr("delivery.sender.producer", partial(FakeProducer, Cluster(away=away)))
+    sender = Sender(Connection("127.0.0.1:1"), client_id="c")
+    await sender.start()
+    with pytest.raises(BrokerUnavailable, match=r"^Kafka has taken no record for 0 s: run this again when it takes"):
+        await write(sender, b"a")
+    away.set()
+    await sender.stop()
