@@ -27,7 +27,7 @@ from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
-from delivery.sender import Sender
+from delivery.sender import Sender, Unsendable
 from delivery.topic_watch import TopicWatch, other_partitions
 from topics.times import time_of
 from topics.topic import Topic
@@ -213,7 +213,7 @@ def decoded(
 class Writer:
     """Writes records, and limits how many are not acknowledged yet.
 
-    It raises the error of an earlier record; and BrokerUnavailable if none is acknowledged for too long.
+    It raises BrokerError if an earlier record was refused, or none is acknowledged for too long.
     """
 
     def __init__(self, sender: Sender) -> None:
@@ -241,7 +241,10 @@ class Writer:
             done, _ = await asyncio.wait(pending, timeout=STALLED_S, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise self._stall()
-        await asyncio.gather(*self._waiting)
+        try:
+            await asyncio.gather(*self._waiting)
+        except Unsendable as error:
+            raise BrokerError(f"Kafka has refused a record: {error}") from error
         self._waiting.clear()
 
     def _stall(self) -> BrokerUnavailable:

@@ -17,7 +17,7 @@ from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable, TopicDescription
 from delivery.ledger import Partition
-from delivery.sender import Sender
+from delivery.sender import Sender, Unsendable
 from gpustream import history
 from gpustream.history import History, Span
 from tests.delivery.fake_producer import Cluster, FakeProducer
@@ -258,3 +258,10 @@ async def test_a_broker_that_acknowledges_no_record_is_not_waited_for_without_en
         await write(sender, b"a")
     away.set()
     await sender.stop()
+
+
+async def test_a_record_that_is_refused_is_a_sentence() -> None:
+    sender = BusySender()
+    sender.first.set_exception(Unsendable("the record is larger than the topic takes"))
+    with pytest.raises(BrokerError, match=r"^Kafka has refused a record: the record is larger than the topic takes$"):
+        await write(sender, b"a")
