@@ -50,6 +50,18 @@ class Span(NamedTuple):
     end: int
 
 
+OnDeleted = Callable[[Partition, int], None]
+"""What is called if records of a partition were deleted, from an offset on, before they were read."""
+
+
+def refuse_deleted(tp: Partition, offset: int) -> None:
+    """For those who need all records. Raises BrokerError."""
+    raise BrokerError(
+        f"{tp.topic} partition {tp.partition}: records from offset {offset} on were deleted before they were read: run"
+        " this again for a later time"
+    )
+
+
 class History:
     """An open connection; see :func:`opened`.
 
@@ -90,12 +102,16 @@ class History:
         return {tp: Span(min(starts[tp], ends[tp]), ends[tp]) for tp in tps}
 
     async def records(
-        self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None, *, whole: bool = False
+        self,
+        spans: Mapping[Partition, Span],
+        advanced: Callable[[int], None] = lambda _: None,
+        *,
+        on_deleted: OnDeleted | None = None,
     ) -> AsyncIterator[Sequence[Any]]:
         """The records of these spans, in order per partition. ``advanced`` gets the number of offsets read.
 
-        What retention deletes before it is read is left out; if it must be ``whole``, that is an error. Raises
-        BrokerError for it, and if a topic was deleted, or created again, meanwhile.
+        What retention deletes before it is read is left out, and ``on_deleted`` is called. Raises BrokerError if a
+        topic was deleted, or created again, meanwhile.
         """
         remaining = {to_kafka(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
         self._consumer.assign(list(remaining))
@@ -107,12 +123,12 @@ class History:
         while remaining:
             read = positions.copy()
             for tp, records in (await self._consumer.getmany(*remaining, timeout_ms=_WAIT_MS)).items():
-                await self._require_log(tp, read[tp], records[0].offset, whole=whole)
+                await self._require_log(tp, read[tp], records[0].offset, on_deleted)
                 read[tp] = records[-1].offset + 1
                 yield [record for record in records if record.offset < remaining[tp].end]
             for tp, span in list(remaining.items()):
                 position = min(await self._position(tp, positions[tp]), span.end)
-                await self._require_log(tp, min(read[tp], span.end), position, whole=whole)
+                await self._require_log(tp, min(read[tp], span.end), position, on_deleted)
                 if position != positions[tp]:
                     advanced(position - positions[tp])
                     positions[tp], progress_s = position, loop.time()
@@ -131,18 +147,17 @@ class History:
         except TimeoutError:
             raise self._stall(tp, offset) from None
 
-    async def _require_log(self, tp: TopicPartition, offset: int, next_offset: int, *, whole: bool) -> None:
-        """Raises BrokerError if the log at ``next_offset`` is not the one that was read up to ``offset``; or if records
-        between them were deleted, and all must be read: ``whole``."""
+    async def _require_log(
+        self, tp: TopicPartition, offset: int, next_offset: int, on_deleted: OnDeleted | None
+    ) -> None:
+        """Raises BrokerError if the log at ``next_offset`` is not the one that was read up to ``offset``. Calls
+        ``on_deleted`` if records between them were deleted."""
         if next_offset < offset:
             raise BrokerError(f"{tp.topic} was deleted and created again while it was read: run this again")
-        if whole and next_offset > offset:  # or a compaction or a transaction has left no record there
+        if on_deleted is not None and next_offset > offset:  # or a compaction or a transaction has left no record there
             begins = await self._offsets.beginnings([partition := from_kafka(self.connection, tp)])
             if begins[partition] > offset:
-                raise BrokerError(
-                    f"{tp.topic} partition {tp.partition}: records from offset {offset} on were deleted before they"
-                    " were read: run this again for a later time"
-                )
+                on_deleted(partition, offset)
 
     def _stall(self, tp: TopicPartition, offset: int) -> BrokerError:
         """Why no record comes of a partition."""

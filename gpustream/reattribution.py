@@ -145,7 +145,7 @@ async def reattribute(connection: Connection, into: str, time_range: Range) -> R
                         async for records in reader.records({state: state_spans[topic][state]}, advanced):
                             for record in records:
                                 partition_join.learn(topic, record)
-                    all_ticks = reader.records({tp: span}, advanced, whole=True)
+                    all_ticks = reader.records({tp: span}, advanced, on_deleted=history.refuse_deleted)
                     await _write(all_ticks, target_reader, sender, partition_join, totals)
     return totals
 

@@ -28,7 +28,7 @@ from delivery.settings import TOPIC_PREFIX, TopicAccess
 from delivery.values import counted
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, options
-from gpustream.history import History, Span, utc
+from gpustream.history import History, Span, refuse_deleted, utc
 from gpustream.output import answer
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range
@@ -352,7 +352,7 @@ class UsageWriter:
             totals.minutes += sum(record.end_ms - record.start_ms == MINUTE_MS for record in final)
             await self._send(tp.partition, final)
 
-        async for records in self._reader.records({tp: ticks}, self._advanced, whole=True):
+        async for records in self._reader.records({tp: ticks}, self._advanced, on_deleted=refuse_deleted):
             await write(nodes.add(records))
         await write(nodes.end(now_ms() - MINUTE_MS))
         async for records in self._reader.records(old_spans):

@@ -87,20 +87,19 @@ async def _build_report(
         await _add_usage(reader, plan, current)
         before = previous_range(plan.range)
         before_text = f"{utc(before.from_ms)} to {utc(before.to_ms)}"
-        previous_plan, previous = await read.plan(reader, before, current_ms), None
-        if previous_plan.notes:
-            previous_note = f"the time before, {before_text}, is not compared: Kafka does not have all of it any more"
-        else:
-            previous, previous_note = Summary(prices), f"before: {before_text}"
+        previous_plan, previous, reason = await read.plan(reader, before, current_ms), Summary(prices), ""
+        if not previous_plan.notes:
             await _add_usage(reader, previous_plan, previous)
-            if not previous.teams.gpus:
-                previous = None
-                previous_note = f"the time before, {before_text}, is not compared: nothing is known of it"
+        if previous_plan.notes:  # or some of it was deleted while it was read
+            reason = "Kafka does not have all of it any more"
+        elif not previous.teams.gpus:
+            reason = "nothing is known of it"
         firings = Firings()
         async for records in reader.records(await reader.spans(alerts.TOPIC.name)):
             firings.add(records)
-    notes = [*plan.notes, *table_notes(current.teams), previous_note]
-    return forms.report(plan.range, current, previous, firings.during(plan.range), top, notes)
+    before_note = f"the time before, {before_text}, is not compared: {reason}" if reason else f"before: {before_text}"
+    notes = [*plan.notes, *table_notes(current.teams), before_note]
+    return forms.report(plan.range, current, None if reason else previous, firings.during(plan.range), top, notes)
 
 
 async def _add_usage(reader: History, plan: read.Plan, summary: Summary) -> None:

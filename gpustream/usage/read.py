@@ -102,12 +102,19 @@ async def _spans(reader: History, topic: Topic, time_range: Range, now_ms: int) 
 
 
 async def records(reader: History, plan: Plan) -> AsyncIterator[Iterator[Usage]]:
-    """The records that count: those of one partition of both topics at a time."""
+    """The records that count: those of one partition of both topics at a time. If some of them are deleted before they
+    are read, that is another note."""
+
+    def on_deleted(tp: Partition, _: int) -> None:
+        note = f"records of {tp.topic} were deleted while this was read: what only they had is not counted."
+        if note not in plan.notes:
+            plan.notes.append(note)
+
     with history.progress("reading usage", plan.spans) as advanced:
         for partition in sorted({tp.partition for tp in plan.spans}):
             latest = LatestRecords(plan.range)
             spans = {tp: span for tp, span in plan.spans.items() if tp.partition == partition}
-            async for batch in reader.records(spans, advanced):
+            async for batch in reader.records(spans, advanced, on_deleted=on_deleted):
                 latest.add(batch)
             yield latest.records()
 

@@ -19,7 +19,7 @@ from delivery.kafka_admin import BrokerError, BrokerUnavailable, TopicDescriptio
 from delivery.ledger import Partition
 from delivery.sender import Sender, Unsendable
 from gpustream import history
-from gpustream.history import History, Span
+from gpustream.history import History, Span, refuse_deleted
 from tests.delivery.fake_producer import Cluster, FakeProducer
 from tests.delivery.test_tail import ALERTS, TICKS, Kafka
 
@@ -120,7 +120,7 @@ class Log:
         return {tp: records} if records else {}
 
 
-async def read(log: Log, **options: bool) -> tuple[list[int], int]:
+async def read(log: Log, **options: history.OnDeleted) -> tuple[list[int], int]:
     """The offsets of the records that are read of the first seven offsets, and the progress that is reported."""
     progress: list[int] = []
     offsets: list[int] = []
@@ -131,16 +131,21 @@ async def read(log: Log, **options: bool) -> tuple[list[int], int]:
     return offsets, sum(progress)
 
 
-@given(missing=st.sets(st.integers(0, 8)), whole=st.booleans())
-def test_what_compaction_and_transactions_left_of_a_log_is_read(missing: set[int], whole: bool) -> None:
-    offsets, progress = asyncio.run(read(Log(9, sorted(missing)), whole=whole))
+@given(missing=st.sets(st.integers(0, 8)), options=st.sampled_from([{}, {"on_deleted": refuse_deleted}]))
+def test_what_compaction_and_transactions_left_of_a_log_is_read(
+    missing: set[int], options: dict[str, history.OnDeleted]
+) -> None:
+    offsets, progress = asyncio.run(read(Log(9, sorted(missing)), **options))
     assert (offsets, progress) == ([offset for offset in range(7) if offset not in missing], 7)
 
 
-async def test_what_retention_deletes_before_it_is_read_is_left_out() -> None:
-    log = Log(9)
-    log.meanwhile = log.truncate
-    assert await read(log) == ([0, 1, 4, 5, 6], 7)
+async def test_what_retention_deletes_before_it_is_read_is_left_out_and_said() -> None:
+    said: list[tuple[Partition, int]] = []
+    for options in ({}, {"on_deleted": lambda tp, offset: said.append((tp, offset))}):
+        log = Log(9)
+        log.meanwhile = log.truncate
+        assert await read(log, **options) == ([0, 1, 4, 5, 6], 7)
+    assert said == [(Partition(ALERTS, 0), 2)]
 
 
 @pytest.mark.parametrize("left", [4, 9])
@@ -148,18 +153,18 @@ async def test_a_reader_of_all_records_ends_if_retention_deletes_some_before_it_
     log = Log(9)
     log.meanwhile = lambda: setattr(log, "begin", left)
     with pytest.raises(BrokerError, match=r"gpu.alerts partition 0: records from offset 2 on were deleted before"):
-        await read(log, whole=True)
+        await read(log, on_deleted=refuse_deleted)
 
 
 async def test_a_reader_of_all_records_goes_on_if_retention_deletes_what_it_has_read() -> None:
     log = Log(9, polls=2)
     log.meanwhile = log.truncate
-    assert await read(log, whole=True) == ([*range(7)], 7)
+    assert await read(log, on_deleted=refuse_deleted) == ([*range(7)], 7)
 
 
-@pytest.mark.parametrize("options", [{}, {"whole": True}])
+@pytest.mark.parametrize("options", [{}, {"on_deleted": refuse_deleted}])
 async def test_who_reads_a_topic_that_is_created_again_is_given_no_record_of_the_new_one(
-    options: dict[str, bool],
+    options: dict[str, history.OnDeleted],
 ) -> None:
     log = Log(9, polls=2)
     log.meanwhile = log.recreate

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner, Result
 
+from delivery.ledger import Partition
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from gpustream.history import History, Span
 from gpustream.report import forms
 from gpustream.report.command import previous_range
 from gpustream.report.forms import WIDTH
@@ -154,6 +156,23 @@ def test_a_time_before_of_which_nothing_is_known_is_not_compared(kafka: str) -> 
     result = _run("report", kafka, "--from", "2026-11-19T23:00Z", "--to", "2026-11-20T04:00Z")
     assert "is not compared: nothing is known of it" in " ".join(result.stdout.split())
     assert "\nchange" not in result.stdout
+
+
+def test_what_is_deleted_while_the_report_is_made_is_said_and_a_time_before_without_it_is_not_compared(
+    kafka: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_records = History.records
+
+    async def shrinking(reader: History, spans: Mapping[Partition, Span], *args: Any, **more: Any) -> Any:
+        if on_deleted := more.get("on_deleted"):
+            on_deleted(Partition(HOURS.name, 0), 0)
+        async for records in read_records(reader, spans, *args, **more):
+            yield records
+
+    monkeypatch.setattr(History, "records", shrinking)
+    text = " ".join(_run("report", kafka, *TIME).stdout.split())
+    assert "records of gpu.usage were deleted while this was read: what only they had is not counted" in text
+    assert "is not compared: Kafka does not have all of it any more" in text
 
 
 def test_a_time_of_which_nothing_is_known_is_not_taken_for_one_without_waste(kafka: str) -> None:

@@ -1,14 +1,14 @@
 """Where a time is looked for in Kafka, and what is said of a time that Kafka does not have any more."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from delivery.ledger import Partition
-from gpustream.history import Span
-from gpustream.usage.read import MAX_AHEAD_MS, Plan, Range, plan
-from tests.usage_records import START_MS
+from gpustream.history import OnDeleted, Span
+from gpustream.usage.read import MAX_AHEAD_MS, Plan, Range, plan, records
+from tests.usage_records import START_MS, Read
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES
 
 DAY_MS = 24 * HOUR_MS
@@ -86,3 +86,30 @@ async def test_hours_that_may_be_gone_are_said() -> None:
     assert result.range == time
     assert "gpu.usage may not go back to 2026-11-22 00:00Z any more" in result.notes[0]
     assert (await planned(time, kept_ms={HOURS.name: -1})).notes == []
+
+
+class ShrinkingPast(FakePast):
+    """Logs of two partitions. Of each, some records are deleted before they are read, twice."""
+
+    async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
+        (span,) = (await super().spans(topic, since_ms)).values()
+        return {Partition(topic, number): span for number in (0, 1)}
+
+    async def records(
+        self, spans: Mapping[Partition, Span], _: object, *, on_deleted: OnDeleted
+    ) -> AsyncIterator[Sequence[Read]]:
+        for tp, span in spans.items():
+            on_deleted(tp, span.start)
+            yield []
+            on_deleted(tp, span.start + 2)
+
+
+async def test_what_is_deleted_while_it_is_read_is_said_once_for_a_topic() -> None:
+    log: Any = ShrinkingPast({HOURS.name: START_MS, MINUTES.name: START_MS})
+    result = await plan(log, Range(NOW_MS - DAY_MS, NOW_MS - MINUTE_MS), NOW_MS)
+    assert result.notes == []
+    assert [list(batch) async for batch in records(log, result)] == [[], []]
+    assert result.notes == [
+        f"records of {topic} were deleted while this was read: what only they had is not counted."
+        for topic in (HOURS.name, MINUTES.name)
+    ]
