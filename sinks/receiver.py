@@ -97,11 +97,11 @@ class Http:
         if self._session is None:
             given = self._settings.headers
             names = {name.lower() for name, _ in given}
-            agent = () if "user-agent" in names else (("User-Agent", f"gpustream/{version('gpustream')}"),)
+            own = {"User-Agent": f"gpustream/{version('gpustream')}", "Accept-Encoding": "identity"}
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
-                headers=(*agent, *given),
-                auto_decompress=True,
+                headers=(*(header for header in own.items() if header[0].lower() not in names), *given),
+                auto_decompress=False,  # a coding that aiohttp does not know would be no answer at all
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         if url not in self._proxies:

@@ -148,9 +148,20 @@ async def test_an_answer_has_the_text_that_came_while_the_process_was_stopped(mo
     assert answer == Answer(400, "out of order")
 
 
-async def test_an_answer_whose_text_is_not_encoded_as_it_says_has_its_status() -> None:
-    async with receiving(answering(200, "no gzip", Content_Encoding="gzip")) as client:
+@pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "of a later time"])
+async def test_an_answer_whose_text_is_encoded_in_an_odd_way_has_its_status(coding: str) -> None:
+    async with receiving(answering(200, "no gzip", Content_Encoding=coding)) as client:
         assert (await client.post(b"", "1.0")).status == 200
+
+
+async def test_a_receiver_that_compresses_sends_its_text_as_it_is() -> None:
+    async def handle(_: web.Request) -> web.Response:
+        response = web.Response(status=400, text="out of order")
+        response.enable_compression()
+        return response
+
+    async with receiving(handle) as client:
+        assert await client.post(b"", "1.0") == Answer(400, "out of order")
 
 
 async def test_a_receiver_that_is_not_there_is_no_answer() -> None:
