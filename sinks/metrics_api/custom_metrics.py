@@ -19,7 +19,10 @@ VERSIONS = ("v1beta2", "v1beta1")
 _WORKLOADS = ("deployments.apps", "statefulsets.apps", "daemonsets.apps", "jobs.batch", "cronjobs.batch")
 """Those that discovery lists; metrics of other kinds of workloads are answered as well."""
 
-_REASONS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 503: "ServiceUnavailable"}
+_REASONS = {
+    400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 405: "MethodNotAllowed",
+    503: "ServiceUnavailable",
+}  # fmt: skip
 
 
 class DescribedObject(NamedTuple):

@@ -116,6 +116,8 @@ class Api:
                 custom = "needs --custom-metrics" if self._cluster is None else f"is below {_APIS}/{GROUP}"
                 text = f"GET /v1/workloads/NAMESPACE/KIND/NAME is what can be asked here; {GROUP} {custom}"
             response = _error(request, error.status, text)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = error.headers["Allow"]
         self._count(str(response.status)).inc()
         return response
 

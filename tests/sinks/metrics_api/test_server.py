@@ -179,6 +179,13 @@ async def test_the_aggregated_api_is_off_unless_it_is_enabled() -> None:
     assert (answer.status, answer.content["kind"], answer.content["reason"]) == (404, "Status", "NotFound")
 
 
+async def test_an_answer_to_another_method_names_those_that_there_are() -> None:
+    async with bench({}) as server, aiohttp.ClientSession() as client, client.post(server.url + BASE) as response:
+        content = await response.json()
+        assert (response.status, response.headers["Allow"]) == (405, "GET,HEAD")
+    assert (content["kind"], content["reason"], content["code"]) == ("Status", "MethodNotAllowed", 405)
+
+
 # -- custom.metrics.k8s.io
 
 
