@@ -27,7 +27,7 @@ from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
-from delivery.sender import Sender, Unsendable
+from delivery.sender import Headers, Sender, Unsendable
 from delivery.topic_watch import TopicWatch, other_partitions
 from topics.times import time_of
 from topics.topic import Topic
@@ -235,13 +235,15 @@ class Writer:
         self._sender = sender
         self._waiting: list[asyncio.Future[int]] = []
 
-    async def write(self, topic: str, value: bytes, key: bytes, partition: int) -> None:
-        """Writes a record."""
+    async def write(
+        self, topic: str, value: bytes, key: bytes, partition: int | None = None, headers: Headers = ()
+    ) -> None:
+        """Writes a record. Without a ``partition`` its key decides."""
         acknowledged = None
         while acknowledged is None:
             try:
                 async with asyncio.timeout(STALLED_S):
-                    acknowledged = await self._sender.send(topic, value, key=key, partition=partition)
+                    acknowledged = await self._sender.send(topic, value, key=key, partition=partition, headers=headers)
             except TimeoutError:
                 if not self._waiting:
                     raise self._stall() from None

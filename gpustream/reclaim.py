@@ -23,7 +23,7 @@ from delivery.dead_letters import connecting
 from delivery.kafka_admin import BrokerError
 from delivery.kubernetes.client import Client, Unreachable
 from delivery.kubernetes.credentials import ConfigError
-from delivery.sender import Sender, Unsendable
+from delivery.sender import Sender
 from delivery.settings import READABLE_FILE
 from delivery.values import printable
 from gpustream import history
@@ -142,15 +142,22 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
     except (OSError, KeyError):
         user = f"gpustream reclaim undo at {datetime.now(UTC):%H:%M:%SZ}"
     undone = msgspec.structs.replace(action, state="undone", at=time_of(now_ms()), by=user, reason=None)
+    await write_down(connection, undone)
+    target = f"{action.target.kind} {action.namespace}/{action.target.name}" if action.target else action.namespace
+    return f"undone: {target} {'has its replicas again' if action.action == 'scale' else 'may go on'}"
+
+
+async def write_down(connection: Connection, undone: Action) -> None:
+    """Writes that an action is undone. Raises NotUndone."""
     sender = Sender(connection, client_id="gpustream-reclaim")
+    writer = history.Writer(sender)
     async with connecting(sender):
         value, key = msgspec.json.encode(undone), undone.cluster.encode()
         try:
-            await (await sender.send(actions.TOPIC.name, value, key=key, headers=kafka_headers(undone)))
-        except Unsendable as error:
+            await writer.write(actions.TOPIC.name, value, key, headers=kafka_headers(undone))
+            await writer.settle()
+        except BrokerError as error:
             raise NotUndone(f"it was undone, and that could not be written down: {error}") from error
-    target = f"{action.target.kind} {action.namespace}/{action.target.name}" if action.target else action.namespace
-    return f"undone: {target} {'has its replicas again' if action.action == 'scale' else 'may go on'}"
 
 
 async def _give_back(cluster: Cluster, action: Action) -> None:

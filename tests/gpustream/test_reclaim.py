@@ -1,14 +1,20 @@
-"""``gpustream reclaim list``: what people see of gpu.actions."""
+"""``gpustream reclaim``: what people see of gpu.actions, and what they are told of what can't be written there."""
 
 import asyncio
 import json
 
+import msgspec
+import pytest
 from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner
 
+from delivery.connection import Connection
+from gpustream import history
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from gpustream.reclaim import NotUndone, write_down
 from topics import actions
+from topics.actions import Action
 
 
 def test_an_action_of_any_time_is_listed() -> None:
@@ -29,3 +35,12 @@ def test_an_action_of_any_time_is_listed() -> None:
         ("1970-01-01 00:00:00Z", "1970-01-01 00:00:00Z"),
         ("9999-12-31 23:59:59Z", "9999-12-31 23:59:59Z"),
     ]
+
+
+def test_a_broker_that_goes_away_while_an_action_is_undone_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "STALLED_S", 0.01)
+    action = msgspec.convert(actions.TOPIC.example, Action)
+    with pytest.raises(NotUndone, match="it was undone, and that could not be written down: Kafka has taken no record"):
+        asyncio.run(asyncio.wait_for(write_down(Connection("127.0.0.1:1"), action), 60))
