@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http import RawRequestMessage
+from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
@@ -104,7 +104,7 @@ async def listening(
     its client leaves, so that requests of clients that ask and leave do not pile up.
     """
     clients = _Clients()
-    application = web.Application(middlewares=[clients.note_answering, *middlewares])
+    application = web.Application(middlewares=[clients.note_answering, _close_without_length, *middlewares])
     application.add_routes(routes)
     runner = web.AppRunner(
         application,
@@ -143,6 +143,16 @@ async def listening(
             listener.close()
         closing()
         await runner.cleanup()
+
+
+@web.middleware
+async def _close_without_length(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Close the connection after an answer without a length to a client of HTTP/1.0: nothing else says where it ends.
+    aiohttp leaves it open if the client wants to keep it."""
+    response = await handler(request)
+    if request.version < HttpVersion11 and response.content_length is None:
+        response.force_close()
+    return response
 
 
 def _without_expectation(

@@ -77,6 +77,24 @@ async def test_a_client_is_answered_whatever_it_expects_before_it_sends_a_body(
     assert [entry for entry in caplog.records if entry.levelno > logging.DEBUG] == []
 
 
+async def test_a_client_of_http_1_0_that_keeps_its_connection_is_told_where_an_answer_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def streamed(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"done")
+        return response
+
+    monkeypatch.setattr(http_server, "IDLE_S", 3600.0)
+    async with listening([web.get("/", streamed)], ("127.0.0.1", 0), option="--listen") as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        async with asyncio.timeout(60):
+            assert (await reader.read()).endswith(b"\r\n\r\ndone")
+        writer.close()
+
+
 async def test_a_body_that_becomes_large_when_it_is_unpacked_stays_packed() -> None:
     async def size(request: web.Request) -> web.Response:
         return web.Response(text=f"{len(await request.read())} bytes")
