@@ -51,10 +51,37 @@ def test_what_no_proxy_has_and_this_machine_itself_are_reached_directly(
     assert proxy_of(url) == (PROXY if is_proxied else None)
 
 
-def test_a_star_means_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("excepted", ["*", "10.0.0.0/8, *"])
+def test_a_star_means_everything(monkeypatch: pytest.MonkeyPatch, excepted: str) -> None:
     monkeypatch.setenv("https_proxy", PROXY)
-    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("no_proxy", excepted)
     assert proxy_of("https://mimir.example/") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "is_proxied"),
+    [
+        ("https://prometheus.monitoring.svc:9090/", False),
+        ("https://PROMETHEUS.monitoring.svc/", False),
+        ("https://svc/", True),
+        ("https://notsvc/", True),
+    ],
+)
+def test_a_star_before_a_name_means_all_names_below_it(
+    monkeypatch: pytest.MonkeyPatch, url: str, is_proxied: bool
+) -> None:
+    monkeypatch.setenv("https_proxy", PROXY)
+    monkeypatch.setenv("no_proxy", "localhost, *.svc")
+    assert proxy_of(url) == (PROXY if is_proxied else None)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://prometheus.monitoring.svc.:9090/", "https://a.svc./", "https://localhost.:1/"]
+)
+def test_a_whole_name_may_end_with_a_dot(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("https_proxy", PROXY)
+    monkeypatch.setenv("no_proxy", ".svc")
+    assert proxy_of(url) is None
 
 
 def test_a_proxy_without_a_scheme_speaks_http(monkeypatch: pytest.MonkeyPatch) -> None:
