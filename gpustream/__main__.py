@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
@@ -11,10 +12,14 @@ def main() -> None:
 
     A standard stream that was closed is /dev/null: otherwise the first socket would be in its place, and uvloop aborts
     the process when it closes that. What the locale's encoding has no sign for is a question mark on standard output.
+    The first process of a container ends by a signal from the beginning: the kernel gives it none without a handler.
     """
+    by_default = _end if os.getpid() == 1 else signal.SIG_DFL
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, by_default)
     on_interrupt = signal.getsignal(signal.SIGINT)
     if on_interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # during the imports it would be a traceback
+        signal.signal(signal.SIGINT, by_default)  # during the imports it would be a traceback
     from gpustream import cli, command
 
     signal.signal(signal.SIGINT, on_interrupt)
@@ -32,6 +37,11 @@ def main() -> None:
         sys.stderr.write(f"gpustream: {sentence}\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what was not written is tried again at the exit
         sys.exit(1)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    """Ends the process with the exit code that a shell gives for this signal."""
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":

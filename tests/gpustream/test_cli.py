@@ -301,6 +301,26 @@ runpy.run_module("gpustream", run_name="__main__")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_process_of_a_container_ends_by_a_signal_while_it_loads(number: signal.Signals) -> None:
+    first = f"""
+import os, runpy, signal, sys
+class Signal:
+    def find_spec(self, name, *_):
+        if name == "click":
+            signal.raise_signal({number:d})
+os.getpid = lambda: 1
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Signal())
+runpy.run_module("gpustream", run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True, check=False)
+
+    # a negative one would say that it was left to the kernel, which does nothing to the first process
+    assert (result.returncode, result.stdout, result.stderr) == (128 + number, "", "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["rules", "show"], ["--version"], ["run", "--help"]], ids=" ".join)
 def test_a_full_disk_is_an_error_of_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
