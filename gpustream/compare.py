@@ -15,7 +15,7 @@ import aiohttp
 import click
 import msgspec
 
-from delivery.proxy import proxy_of
+from delivery.proxy import ProxyError, proxy_of
 from delivery.settings import DURATION, URL
 from delivery.values import counted
 from gpustream.command import LOG_FORMAT, Command, option, options, output_format, record_of
@@ -119,7 +119,7 @@ async def gather(
     """The readings of the other exporter and of gpustream.
 
     If only one side has matchers, the other side has all other series. Without any, :func:`is_ours` decides.
-    Raises PrometheusError.
+    Raises PrometheusError, and ProxyError.
     """
     theirs, ours = matchers
     timeout, proxy = aiohttp.ClientTimeout(total=settings.request_timeout_s), proxy_of(base)
@@ -205,7 +205,7 @@ def compare(
     """
     try:
         their_readings, our_readings = asyncio.run(gather(prometheus, HttpSettings(**values), (theirs, ours), window_s))
-    except PrometheusError as error:
+    except (PrometheusError, ProxyError) as error:
         raise failed(error) from error
     if not their_readings or not our_readings:
         owner, option_name = ("gpustream's", "--ours") if their_readings else ("another exporter's", "--theirs")

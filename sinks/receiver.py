@@ -104,11 +104,11 @@ class Http:
                 auto_decompress=False,  # a coding that aiohttp does not know would be no answer at all
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        if url not in self._proxies:
-            proxy = self._proxies[url] = proxy_of(url)
-            if proxy is not None:
-                log.info("%s: reached through the proxy %s", address_of(url), address_of(proxy))
         try:
+            if url not in self._proxies:
+                proxy = self._proxies[url] = proxy_of(url)
+                if proxy is not None:
+                    log.info("%s: reached through the proxy %s", address_of(url), address_of(proxy))
             credentials, context = self._credentials.current()
             async with self._session.post(
                 url,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from delivery.kafka_errors import describe
-from delivery.proxy import proxy_of
+from delivery.proxy import ProxyError, proxy_of, usable
 
 _READ_AHEAD_BYTES = 2 * 1024 * 1024
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # a pod's token, CA and namespace
@@ -37,12 +37,13 @@ class ApiConnection:
     def __init__(self, configuration: Any, loader: Any, stamp: tuple[bytes | None, ...]) -> None:
         client = importlib.import_module("kubernetes_asyncio.client")
         self.configuration, self.loader, self.stamp = configuration, loader, stamp
+        proxy = configuration.proxy
+        self._proxy = usable(proxy, "proxy-url in its kubeconfig") if proxy else proxy_of(configuration.host)
         self._client = client.ApiClient(configuration)
         rest = self._client.rest_client
         pool = rest.pool_manager  # its session ignores networks in NO_PROXY, and uses a .netrc
         rest.pool_manager = aiohttp.ClientSession(connector=pool.connector, read_bufsize=_READ_AHEAD_BYTES)
         pool.detach()
-        self._proxy = configuration.proxy or proxy_of(configuration.host)
         self._agent = f"gpustream/{version('gpustream')}"
 
     async def request(
@@ -88,6 +89,8 @@ class CredentialSource(NamedTuple):
         try:
             stamp = await asyncio.to_thread(_stamp, configuration)
             return ApiConnection(configuration, loader, stamp)
+        except ProxyError as error:
+            raise ConfigError(f"no way to the API server of {self._name()}: {error}") from error
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(f"the certificates of {self._name()} can't be used: {error}") from error
 

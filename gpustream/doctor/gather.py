@@ -249,8 +249,9 @@ async def query_components(urls: Sequence[str]) -> list[OwnMetrics]:
 async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetrics:
     """The metrics and readiness of a component. Its URL may end in ``/metrics`` or not."""
     base = url.rstrip("/").removesuffix("/metrics")
-    shown_url, proxy = _without_password(base), proxy_of(base)
+    shown_url = _without_password(base)
     try:
+        proxy = proxy_of(base)
         async with session.get(f"{base}/metrics", proxy=proxy) as response:
             response.raise_for_status()
             text = await response.text()

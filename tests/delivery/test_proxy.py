@@ -2,7 +2,7 @@
 
 import pytest
 
-from delivery.proxy import proxy_of
+from delivery.proxy import ProxyError, proxy_of
 
 NO_PROXY = "localhost, .svc,cluster.local ,10.0.0.0/8,192.0.2.7,fd00::/8,registry.example:5000,not/a/network,"
 PROXY = "http://user:pass@proxy.example:3128"
@@ -87,3 +87,12 @@ def test_a_whole_name_may_end_with_a_dot(monkeypatch: pytest.MonkeyPatch, url: s
 def test_a_proxy_without_a_scheme_speaks_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "proxy.example:3128")
     assert proxy_of("http://mimir.example/") == "http://proxy.example:3128"
+
+
+@pytest.mark.parametrize("proxy", ["socks5://user:pass@proxy.example:1080", "http://[::1:3128", "http://"])
+def test_a_proxy_that_can_not_be_used_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    with pytest.raises(ProxyError, match=r"^HTTP_PROXY ") as raised:
+        proxy_of("http://mimir.example/")
+    assert "pass" not in str(raised.value)
+    assert proxy_of("http://127.0.0.1/") is None

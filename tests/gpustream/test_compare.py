@@ -351,6 +351,14 @@ def test_a_prometheus_that_does_not_answer_is_a_sentence() -> None:
     assert "http://127.0.0.1:1/api/v1/query can't be asked" in result.output
 
 
+def test_a_proxy_that_can_not_be_used_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "socks5://proxy.example:1080")
+    result = CliRunner().invoke(main, ["compare", "--prometheus", "http://prometheus.example:9090"])
+
+    assert result.exit_code == 1
+    assert "HTTP_PROXY names a socks5 proxy" in result.output
+
+
 async def test_matchers_with_an_error_are_refused_before_all_series_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

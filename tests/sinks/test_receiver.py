@@ -381,8 +381,13 @@ async def test_a_receiver_that_closes_after_its_answer_is_named_without_the_path
     assert "hidden" not in replies[1].text
 
 
-async def test_a_proxy_whose_address_is_none_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("https_proxy", "http://user:secret@proxy:port")
+@pytest.mark.parametrize(
+    "proxy", ["http://user:secret@proxy:port", "http://user:secret@[::1", "socks5://user:secret@proxy:1080"]
+)
+async def test_a_proxy_that_can_not_be_used_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("https_proxy", proxy)
     http = Http(HttpSettings())
     reply = await http.post("https://receiver.example/", b"body", {})
     await http.close()

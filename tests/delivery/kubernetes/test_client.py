@@ -111,6 +111,21 @@ async def test_an_api_server_beyond_a_proxy_is_reached_through_it(
         assert heads == [b"CONNECT 10.96.0.1:6443 HTTP/1.1\r\n"]
 
 
+@pytest.mark.parametrize("where", ["https_proxy", "proxy-url"])
+async def test_a_proxy_for_socks_is_reported_in_a_sentence(
+    connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    proxy, text = "socks5://user:secret@proxy.example:1080", kubeconfig("https://10.96.0.1:6443", {})
+    if where == "https_proxy":
+        monkeypatch.setenv(where, proxy)
+    else:
+        text = text.replace('"server"', f'"proxy-url": "{proxy}", "server"')
+    (tmp_path / "elsewhere").write_text(text)
+    with pytest.raises(ConfigError, match=f"(?i){where}.* socks5 proxy") as raised:
+        await connect(tmp_path / "elsewhere")
+    assert "secret" not in str(raised.value)
+
+
 async def test_a_redirect_is_not_followed(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(answers(302, Location=f"{server.url}/things"))

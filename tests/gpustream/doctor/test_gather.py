@@ -88,6 +88,15 @@ async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServe
     assert "secret" not in repr((component, await query_prometheus(away)))
 
 
+async def test_a_proxy_that_can_not_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "socks5://user:secret@proxy.example:1080")
+    (component,), prometheus = await query_components(["http://a.example"]), await query_prometheus("http://b.example")
+
+    for error in (component.error, prometheus.error):
+        assert "HTTP_PROXY names a socks5 proxy" in error
+        assert "secret" not in error
+
+
 async def test_values_that_are_no_numbers_are_left_out() -> None:
     names = "gpustream_node_kubelet_age_seconds", "process_start_time_seconds", 'x_records_dropped_total{reason="a"}'
 
