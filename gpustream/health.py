@@ -300,6 +300,13 @@ class _Handler(WSGIRequestHandler):
         """Nothing is logged."""
 
 
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """The family and the address of a host: of a name that has both, IPv4."""
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(results, key=lambda result: result[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
 class _Server(ThreadingWSGIServer):
     """The library's server, at an IPv4 or IPv6 address, which never asks a name server for its own name.
 
@@ -309,8 +316,7 @@ class _Server(ThreadingWSGIServer):
     request_queue_size = 32
 
     def __init__(self, address: Address) -> None:
-        host = bound_host(address.host)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family, host = _resolved(bound_host(address.host), address.port)
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._clients: dict[socket.socket, None] = {}  # the oldest first
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)

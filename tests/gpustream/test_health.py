@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import pytest
@@ -363,6 +363,22 @@ async def test_every_interface_is_of_ipv4_and_ipv6(everywhere: str, monkeypatch:
         assert (await asyncio.to_thread(_ask, Address("127.0.0.1", address.port), "/healthz")).status == 200
         with pytest.raises(OSError, match="refused"), socket.create_connection(("::1", address.port)):
             pass
+
+
+@pytest.mark.parametrize(("addresses", "served"), [(["::1"], "::1"), (["::1", "127.0.0.1"], "127.0.0.1")])
+async def test_a_name_is_served_at_its_ipv4_address_if_it_has_one(
+    addresses: list[str], served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = socket.getaddrinfo
+
+    def resolve(host: str, *args: Any, **options: Any) -> list[Any]:
+        hosts = addresses if host == "gpu-node-1.example" else [host]
+        return [result for each in hosts for result in lookup(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    async with listening(_health().answer, Address("gpu-node-1.example", 0)) as address:
+        assert address is not None
+        assert (await asyncio.to_thread(_ask, Address(served, address.port), "/healthz")).status == 200
 
 
 async def test_off_listens_nowhere() -> None:
