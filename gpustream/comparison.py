@@ -87,12 +87,18 @@ def _first(labels: Labels, names: Iterable[str]) -> str | None:
     return next((labels[name] for name in names if labels.get(name)), None)
 
 
+def _node(labels: Labels) -> str:
+    """The node of a series, or the host of its ``instance``, without a port: ``[fd00::7]:9400`` has an IPv6 address."""
+    name = _first(labels, _NODES) or ""
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
 def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> ComparedDevice | None:
     """The GPU of a series; None if it has none. ``uuids`` are the UUIDs of GPUs by node and index, and those of MIG
     devices by the UUID of the GPU and the GPU instance."""
     uuid, index = _first(labels, _UUIDS), _first(labels, _INDEXES)
     if uuid is None and index is not None:
-        node = (_first(labels, _NODES) or "").partition(":")[0]
+        node = _node(labels)
         uuid = uuids.get((node, index)) or f"{node}/{index}"
     if uuid is None:
         return None
@@ -175,7 +181,7 @@ class Comparison(NamedTuple):
 def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: float) -> Comparison:
     """A row for each of their series, and for each GPU that only we have. ``tolerance`` is a share of the value."""
     uuids = {
-        ((_first(reading.labels, _NODES) or "").partition(":")[0], index): uuid
+        (_node(reading.labels), index): uuid
         for reading in (*theirs, *ours)
         if (index := _first(reading.labels, _INDEXES)) and (uuid := _first(reading.labels, _UUIDS))
     }

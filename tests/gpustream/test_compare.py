@@ -212,6 +212,15 @@ def test_a_gpu_that_is_only_named_by_node_and_index_is_found_by_them() -> None:
     assert compared_row(theirs, otel("gpu_power_draw", 300)).device.uuid == "GPU-a"
 
 
+def test_nodes_that_are_scraped_at_ipv6_addresses_are_not_one() -> None:
+    instances = {"GPU-a": "[fd00::7]:9400", "GPU-b": "[fd00::8]:9400"}
+    ours = [otel("gpu_power_draw", 300, gpu, "", k8s_node_name="", instance=at) for gpu, at in instances.items()]
+    theirs = [reading("gpu_power_draw_watts", 300, {"gpu_index": "0", "instance": at}) for at in instances.values()]
+
+    rows = compare(theirs, ours).rows
+    assert sorted((row.device.uuid, row.verdict) for row in rows) == [("GPU-a", "same"), ("GPU-b", "same")]
+
+
 def test_the_pod_of_the_exporter_itself_holds_nothing() -> None:
     """A scrape without honor_labels calls the holder's labels ``exported_``, and has its own in their place."""
     scraped = {"pod": "dcgm-exporter-x", "namespace": "monitoring", "container": "exporter"}
