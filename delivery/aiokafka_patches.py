@@ -7,6 +7,8 @@ forbid that. So the request is replaced in every module that makes one.
 While a partition has no leader, aiokafka requests metadata again as soon as it has the answer, or none. While a broker
 refuses to give records, it fetches again at once. So a client waits after each of these.
 
+A broker that holds a client up by a quota says so in its answers, and aiokafka does not look at that. So it is noted.
+
 aiokafka may drop a connection that the broker has ended, and not close it. Then its descriptor stays open until the
 garbage collector finds it. So such a connection is closed before.
 
@@ -56,6 +58,8 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import _MemoryRecordsPy
 from aiokafka.structs import ConsumerRecord
+
+from delivery.quotas import QUOTAS
 
 MAX_UNPACKED_BYTES = 32 << 20
 """Four times the largest batch that a producer of ours makes."""
@@ -143,6 +147,8 @@ _send: Callable[..., Awaitable[Any]] = AIOKafkaClient.send
 async def _paced_send(client: AIOKafkaClient, node_id: Any, request: Any, **options: Any) -> Any:
     """aiokafka's own request to a node, with a pause after a fetch for which a partition got an error."""
     response = await _send(client, node_id, request, **options)
+    delay_ms: int = getattr(response, "throttle_time_ms", 0)  # the oldest versions of some answers lack it
+    QUOTAS.note(client._client_id, type(request).__name__, delay_ms / 1000)  # noqa: SLF001 - likewise
     if request.API_KEY == FetchRequest.API_KEY and any(
         error_code for _, partitions in response.topics for _, error_code, *_ in partitions
     ):

@@ -29,6 +29,7 @@ from delivery import opening
 from delivery.clients import backoff, close, producer, start_client
 from delivery.connection import Connection
 from delivery.kafka_errors import InvalidRecordError, describe
+from delivery.quotas import QUOTAS
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
 
@@ -286,5 +287,6 @@ class Sender:
 
 def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
     """Why records do not reach Kafka; empty if they do. ``what`` names the record that has waited for ``waited_s``."""
-    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+    quota = f": {problem}" if (problem := QUOTAS.problem()) is not None else ""
+    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka{quota}"] if waited_s > UNREADY_AFTER_S else []
     return sender.not_ready() or waiting

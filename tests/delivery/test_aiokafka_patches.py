@@ -22,6 +22,7 @@ from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaConnectionError
 from aiokafka.protocol.commit import OffsetFetchResponse_v3
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v4
+from aiokafka.protocol.group import HeartbeatRequest, HeartbeatResponse_v1
 from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.record.default_records import (
     DefaultRecordBatch,
@@ -31,6 +32,7 @@ from aiokafka.record.default_records import (
 from aiokafka.structs import OffsetAndMetadata
 
 from delivery import aiokafka_patches
+from delivery.quotas import Quotas
 from tests.eventually import eventually
 
 METADATA = 3
@@ -99,10 +101,29 @@ async def test_a_client_waits_after_a_fetch_that_a_broker_refuses(
 ) -> None:
     response = FetchResponse_v4(0, [("ticks", [(0, 0, 10, 10, [], b""), (1, code, -1, -1, None, b"")])])
     monkeypatch.setattr(aiokafka_patches, "_send", AsyncMock(return_value=response))
-    client, request = SimpleNamespace(_retry_backoff=0.25), FetchRequest(1, 1, 1, 0, [])
+    client, request = SimpleNamespace(_retry_backoff=0.25, _client_id="c"), FetchRequest(1, 1, 1, 0, [])
 
     assert await aiokafka.client.AIOKafkaClient.send(client, 1, request) is response
     assert pauses_s == pauses
+
+
+@pytest.mark.parametrize(
+    ("request_", "response", "quotas"),
+    [
+        (FetchRequest(1, 1, 1, 0, []), FetchResponse_v4(2500, []), "consumer_byte_rate or request_percentage"),
+        (HeartbeatRequest("g", 1, "m"), HeartbeatResponse_v1(1000, 0), "request_percentage"),
+    ],
+)
+async def test_a_broker_that_holds_a_client_up_by_a_quota_is_logged_with_the_quota(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_: Any, response: Any, quotas: str
+) -> None:
+    monkeypatch.setattr(aiokafka_patches, "QUOTAS", Quotas())
+    monkeypatch.setattr(aiokafka_patches, "_send", AsyncMock(return_value=response))
+
+    await aiokafka.client.AIOKafkaClient.send(SimpleNamespace(_client_id="gpustream-usage"), 1, request_)
+
+    expected = f"client gpustream-usage: a quota of Kafka holds it up: raise its {quotas} ("
+    assert [message.startswith(expected) for message in caplog.messages] == [True]
 
 
 def coordinator_with(send: AsyncMock) -> Any:

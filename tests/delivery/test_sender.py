@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from delivery import sender as module
 from delivery.connection import Connection
+from delivery.quotas import Quotas
 from delivery.sender import Sender, Unsendable, not_sent
 from tests.clock import run
 from tests.delivery.fake_producer import Cluster, FakeProducer
@@ -119,6 +120,18 @@ def test_an_error_is_reported_until_a_record_is_stored_also_if_nobody_waits_for_
         waiting.cancel()
         await sender.ready()
         assert (sender.not_ready(), cluster.log("t")) == ([], [b"a"])
+
+    play(scenario)
+
+
+def test_who_waits_because_of_a_quota_of_kafka_is_not_ready_for_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        quotas = Quotas()
+        monkeypatch.setattr("delivery.sender.QUOTAS", quotas)
+        quotas.note("simulated", "ProduceRequest", 20.0)
+        (reason,) = not_sent(sender, what="it", waited_s=31.0)
+        assert reason.startswith("it has waited 31 s for Kafka: a quota of Kafka holds it up: raise its producer_byte")
+        assert not_sent(sender, what="it", waited_s=1.0) == []
 
     play(scenario)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka import Consumer
 
-from delivery.sender import Unsendable
+from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
 from tests.eventually import LIMIT_S
 from tests.real.contents import batches, codecs, values
@@ -75,6 +75,24 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
     values_by_partition = await values(broker.address, "sender-outage", partitions=2)
     for partition, stored in values_by_partition.items():
         assert list(dict.fromkeys(stored)) == [b"%d" % number for number in range(3000) if number % 2 == partition]
+
+
+async def test_a_quota_slows_a_sender_down_and_is_named_in_its_log(
+    kafka: KafkaServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    kafka.create_topics({"sender-quota": 2})
+    await asyncio.to_thread(kafka.set_quotas, "sender-quota", producer_byte_rate=25_000)
+    sent = [number.to_bytes(4, "big") + random.randbytes(50_000) for number in range(8)]
+    sender = Sender(kafka.connection, client_id="sender-quota")
+    await sender.start()
+    async with asyncio.timeout(LIMIT_S):
+        for number in range(0, 8, 2):
+            await asyncio.gather(*[await sender.send("sender-quota", sent[number + n], partition=n) for n in (0, 1)])
+    await sender.stop()
+
+    assert await values(kafka.address, "sender-quota", partitions=2) == {0: sent[::2], 1: sent[1::2]}
+    (line,) = [message for message in caplog.messages if "quota of Kafka" in message]
+    assert "client sender-quota: a quota of Kafka holds it up: raise its producer_byte_rate" in line
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4", "gzip", "none"])
