@@ -21,6 +21,8 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     IllegalSaslStateError,
     InvalidSessionTimeoutError,
+    InvalidTimestampError,
+    MessageSizeTooLargeError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
     TransactionalIdAuthorizationFailed,
@@ -102,6 +104,13 @@ _DENIED = {
     ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
 }
 _SESSIONS = "group.min.session.timeout.ms and group.max.session.timeout.ms of its brokers allow 6s to 30m by default"
+_REFUSED = {
+    InvalidSessionTimeoutError: f"this --session-timeout: {_SESSIONS}",
+    InvalidTimestampError: "a time that is so far from its own: set this machine's clock right, and"
+    " message.timestamp.type of the topic to LogAppendTime, as `gpustream topics create` does",
+    MessageSizeTooLargeError: "a record of this size: set max.message.bytes of the topic to 4194304, as"
+    " `gpustream topics create` does",
+}
 _ADMIN_ERROR_PREFIX = "Unable to get coordinator id for "
 """aiokafka's admin client puts this before the group's name."""
 
@@ -112,8 +121,8 @@ _OF_CERTIFICATE = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
 
 def describe(error: BaseException) -> str:
-    """One line with an error's class and message, without a password of a URL; for a missing ACL or a refused option,
-    what to do."""
+    """One line with an error's class and message, without a password of a URL; for a missing ACL, or what Kafka
+    does not take, what to do."""
     name, text = type(error).__name__, redact(str(error))
     for kind, action in _DENIED.items():
         if isinstance(error, kind):
@@ -121,8 +130,9 @@ def describe(error: BaseException) -> str:
             names = subject if isinstance(subject, str) else ", ".join(sorted(map(str, subject)))
             names = names.removeprefix(_ADMIN_ERROR_PREFIX)
             return f"Kafka does not let this client {action.format(names=names)} ({name})"
-    if isinstance(error, InvalidSessionTimeoutError):
-        return f"Kafka does not take this --session-timeout: {_SESSIONS} ({name})"
+    for kind, action in _REFUSED.items():
+        if isinstance(error, kind):
+            return f"Kafka does not take {action} ({name})"
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 

@@ -29,6 +29,7 @@ from delivery import opening
 from delivery.clients import backoff, close, producer, start_client
 from delivery.connection import Connection
 from delivery.kafka_errors import InvalidRecordError, describe
+from delivery.log_throttle import LogThrottle
 from delivery.quotas import QUOTAS
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
@@ -126,6 +127,7 @@ class Sender:
         self._recovery: asyncio.Task[None] | None = None
         self._stopped = False
         self._last_error: str | None = None
+        self._throttle = LogThrottle()  # each record of a kind may be refused
 
     async def start(self) -> None:
         """Wait until the topics may be used and connect, for as long as that takes; cancel to give up."""
@@ -238,8 +240,9 @@ class Sender:
             record.acknowledged.cancel()
         if self._stopped or self._recovery is not None:
             return
-        topic = record.arguments["topic"]
-        log.warning("%s: not acknowledged (%s): replacing the producer", topic, describe(error))
+        topic, reason = record.arguments["topic"], describe(error)
+        if self._throttle.is_due((topic, reason)):
+            log.warning("%s: not acknowledged (%s): replacing the producer", topic, reason)
         self._accepting.clear()
         self._recovery = asyncio.create_task(self._recover())
 

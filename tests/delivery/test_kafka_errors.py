@@ -11,7 +11,9 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     IllegalSaslStateError,
     InvalidSessionTimeoutError,
+    InvalidTimestampError,
     KafkaConnectionError,
+    MessageSizeTooLargeError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
     TransactionalIdAuthorizationFailed,
@@ -21,6 +23,7 @@ from aiokafka.errors import (
 
 from delivery.connection import Connection, CredentialsError
 from delivery.kafka_errors import describe, of_connecting
+from topics.topic import MAX_MESSAGE_BYTES
 
 PLAIN = Connection("k:1")
 TLS = Connection("k:1", security="ssl", ca=Path("/ca.pem"))
@@ -147,6 +150,19 @@ def test_a_session_timeout_that_the_brokers_refuse_is_named_with_their_limits() 
     text = describe(InvalidSessionTimeoutError())
     assert text.startswith("Kafka does not take this --session-timeout: group.min.session.timeout.ms")
     assert text.endswith("(InvalidSessionTimeoutError)")
+
+
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (InvalidTimestampError(), "message.timestamp.type of the topic to LogAppendTime"),
+        (MessageSizeTooLargeError(), f"max.message.bytes of the topic to {MAX_MESSAGE_BYTES}"),
+    ],
+)
+def test_what_makes_kafka_refuse_a_record_is_named_with_the_setting_of_the_topic(error: Exception, mend: str) -> None:
+    assert describe(error).startswith("Kafka does not take a ")
+    assert mend in describe(error)
+    assert describe(error).endswith(f"({type(error).__name__})")
 
 
 def test_a_description_has_no_password_of_a_url() -> None:

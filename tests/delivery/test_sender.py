@@ -84,6 +84,21 @@ def test_of_a_refused_batch_only_the_bad_record_is_unsendable_and_the_others_kee
     play(scenario)
 
 
+def test_records_that_are_refused_one_after_the_other_for_one_reason_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused |= {b"bad": InvalidTimestampError, b"large": MessageSizeTooLargeError}
+        for value in (b"bad", b"bad", b"large", b"bad", b"good"):
+            await send_all(sender, [value])
+
+    play(scenario)
+    lines = [message for message in caplog.messages if "replacing the producer" in message]
+    assert len(lines) == 2
+    assert "LogAppendTime" in lines[0]
+    assert "max.message.bytes" in lines[1]
+
+
 def test_a_record_that_always_gets_an_unexpected_error_is_unsendable_after_five_minutes() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.refused[b"bad"] = UnknownError
