@@ -13,6 +13,7 @@ the beginning. So is a compacted state topic, because each of its records may be
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -22,6 +23,9 @@ import msgspec
 
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
+from delivery.values import duration_words
+
+log = logging.getLogger(__name__)
 
 STATE_WINDOW_MS = 10 * 60 * 1000
 
@@ -85,6 +89,8 @@ async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> 
     """
     commits = await group.committed_offsets()
     started = frozenset(tp.topic for tp, committed in commits.items() if committed is not None)
+    if begins := [f"{topic} {_in_words(from_[topic])}" for topic in sorted(from_.keys() - started)]:
+        log.info("group %s: it has no offsets yet, and begins in %s", group.name, ", in ".join(begins))
     new = from_.keys() - started - {topic for topic, start in from_.items() if start == "earliest"}
     starts: dict[Partition, Start] = {}
     for topic in new:
@@ -92,6 +98,14 @@ async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> 
     if not starts or await group.commit_before_join({tp: start.resume for tp, start in starts.items()}):
         return started | new
     return frozenset(tp.topic for tp, committed in (await group.committed_offsets()).items() if committed is not None)
+
+
+def _in_words(from_: StartFrom) -> str:
+    """Where a reader without offsets starts, for logs."""
+    if isinstance(from_, str):
+        return "at its beginning" if from_ == "earliest" else "at its end"
+    seconds = from_.seconds if isinstance(from_, Back) else from_
+    return f"{duration_words(seconds * 1000)} ago" if seconds else "at its end"
 
 
 async def find_start(

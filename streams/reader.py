@@ -217,6 +217,9 @@ class Reader:
             self.lost += start.expired
             name = self.group.kafka_name(tp)
             log.error("%s: offset %s is not in the log; reading on from %s", name, start.committed, start.resume)
+        if new := {tp for tp in inputs if starts[tp].committed is None and starts[tp].begin < starts[tp].end}:
+            topics = ", ".join(sorted({tp.topic for tp in new}))
+            log.info("%s: no offset is committed in %d partitions: reading them from the beginning", topics, len(new))
         numbers = {tp.partition for tp in states}
         self.stage.drop(fresh | ({tp.partition for tp in self._previous.states} - numbers))
         self.ledger.begin({tp: start.position for tp, start in starts.items()})

@@ -8,7 +8,7 @@ import pytest
 
 from delivery import positions
 from delivery.ledger import Partition
-from delivery.positions import STATE_WINDOW_MS, WHOLE_LOG, Back, ReadState, Start
+from delivery.positions import NOTHING, STATE_WINDOW_MS, WHOLE_LOG, Back, ReadState, Start
 from tests.sinks.records import ConsumedRecord, FakeGroup
 from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
@@ -44,6 +44,8 @@ async def test_a_new_group_starts_at_an_end_of_the_log_or_some_time_ago() -> Non
 class NewGroup:
     """A group before this process joins it, with its commits. ``member``: what an existing member has."""
 
+    name = "g"
+
     def __init__(self, committed: dict[Any, int], member: dict[Any, int] | None) -> None:
         self.committed, self.member = dict(committed), member
         self.offsets = FakeGroup(LOG, begin=10)
@@ -73,6 +75,26 @@ async def test_a_group_begins_in_all_partitions_of_a_topic_at_once_or_has_member
     group = NewGroup(committed, member)
     assert await positions.commit_start(group, {"a": from_, "b": "earliest"}) == set(log_text)  # type: ignore[arg-type]
     assert group.committed == expected
+
+
+@pytest.mark.parametrize(
+    ("from_", "where"),
+    [
+        ("earliest", "at its beginning"),
+        ("latest", "at its end"),
+        (3600.0, "1h ago"),
+        (Back(90.0, 5), "1m 30s ago"),
+        (NOTHING, "at its end"),
+    ],
+)
+async def test_where_a_group_begins_without_offsets_is_logged_and_nothing_of_the_topics_that_have_some(
+    caplog: pytest.LogCaptureFixture, from_: Any, where: str
+) -> None:
+    caplog.set_level("INFO")
+    group = NewGroup({("b", 0): 20}, None)
+    await positions.commit_start(group, {"a": from_, "b": "latest", "c": "latest"})  # type: ignore[arg-type]
+    await positions.commit_start(group, {"b": "latest"})  # type: ignore[arg-type]
+    assert caplog.messages == [f"group g: it has no offsets yet, and begins in a {where}, in c at its end"]
 
 
 async def test_a_new_group_starts_at_the_end_if_all_is_older() -> None:

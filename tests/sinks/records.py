@@ -94,6 +94,7 @@ class FakeGroup:
     commits: list[int] = field(default_factory=list)
     at: int = 0
     polled: asyncio.Event = field(default_factory=asyncio.Event)
+    name: str = "g"
 
     @property
     def offsets(self) -> "FakeGroup":

@@ -325,6 +325,26 @@ async def test_an_input_without_a_commit_gets_it_at_the_start_so_that_its_lag_is
 
 
 @instant
+async def test_that_an_input_is_read_from_its_beginning_for_lack_of_a_commit_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "streams.reader")
+    desk = Desk(partitions=2)
+    desk.log(TICKS).append(3)
+    desk.log(Partition("ticks", 1)).append(3)
+    await desk.assign()
+    await desk.turn(4)
+    await desk.reader.commit()
+    first = "ticks: no offset is committed in 2 partitions: reading them from the beginning"
+    assert [message for message in caplog.messages if "is committed in" in message] == [first]
+
+    another = Desk(broker=desk.broker)
+    await another.assign()
+    await another.turn(4)
+    assert [message for message in caplog.messages if "is committed in" in message] == [first]
+
+
+@instant
 async def test_a_commit_of_state_is_never_set_back() -> None:
     desk = Desk()
     desk.log(OWNERS).append(5)
