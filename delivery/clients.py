@@ -28,6 +28,7 @@ from delivery.connection import Connection
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.log_throttle import LogThrottle
+from delivery.quotas import QUOTAS
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ def explain(error: BaseException, connection: Connection) -> str:
     if not isinstance(error, SILENCE):
         return f"Kafka at {connection}: {describe(error)}"
     return opening.trouble(connection) or (
-        f"no Kafka broker answers at {connection} ({type(error).__name__}): is one up there, for clients?"
+        f"no Kafka broker answers at {connection} ({type(error).__name__}):"
+        f" {QUOTAS.problem() or 'is one up there, for clients?'}"
     )
 
 

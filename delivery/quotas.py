@@ -5,7 +5,8 @@ State: how much each client was held up since that was logged.
 
 A broker answers a request that is past a quota at once, and then reads nothing from that connection for some time. It
 says for how long, but nothing else tells this from a broker that is slow, or from a network that is.
-Source: Kafka's KIP-219, and its quotas producer_byte_rate, consumer_byte_rate and request_percentage.
+Source: Kafka's KIP-219, and its quotas producer_byte_rate, consumer_byte_rate, controller_mutation_rate (KIP-599) and
+request_percentage.
 """
 
 import logging
@@ -21,7 +22,12 @@ LEAST_S = 1.0
 
 _RECENT_S = 60.0
 _EVERY_REQUEST = "request_percentage"
-_BYTE_RATES = {"ProduceRequest": "producer_byte_rate", "FetchRequest": "consumer_byte_rate"}
+_OWN_QUOTAS = {
+    "ProduceRequest": "producer_byte_rate",
+    "FetchRequest": "consumer_byte_rate",
+    "CreateTopicsRequest": "controller_mutation_rate",
+    "DeleteTopicsRequest": "controller_mutation_rate",
+}
 
 
 class Quotas:
@@ -37,7 +43,7 @@ class Quotas:
         """A broker reads nothing from a connection of this client for ``delay_s``, after a request of that name."""
         if delay_s <= 0:
             return
-        quotas = f"{_BYTE_RATES[request]} or {_EVERY_REQUEST}" if request in _BYTE_RATES else _EVERY_REQUEST
+        quotas = f"{_OWN_QUOTAS[request]} or {_EVERY_REQUEST}" if request in _OWN_QUOTAS else _EVERY_REQUEST
         held_up_s = self._held_up_s[client_id, quotas] = self._held_up_s.get((client_id, quotas), 0.0) + delay_s
         if held_up_s < LEAST_S:
             return

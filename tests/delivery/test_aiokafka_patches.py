@@ -20,6 +20,7 @@ from aiokafka.consumer import fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaConnectionError
+from aiokafka.protocol.admin import CreateTopicsRequest, CreateTopicsResponse_v3
 from aiokafka.protocol.commit import OffsetFetchResponse_v3
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v4
 from aiokafka.protocol.group import HeartbeatRequest, HeartbeatResponse_v1
@@ -112,6 +113,11 @@ async def test_a_client_waits_after_a_fetch_that_a_broker_refuses(
     [
         (FetchRequest(1, 1, 1, 0, []), FetchResponse_v4(2500, []), "consumer_byte_rate or request_percentage"),
         (HeartbeatRequest("g", 1, "m"), HeartbeatResponse_v1(1000, 0), "request_percentage"),
+        (
+            CreateTopicsRequest([], 1000, False),
+            CreateTopicsResponse_v3(1000, []),
+            "controller_mutation_rate or request_percentage",
+        ),
     ],
 )
 async def test_a_broker_that_holds_a_client_up_by_a_quota_is_logged_with_the_quota(

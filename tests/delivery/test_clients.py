@@ -15,11 +15,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaConnectionError, TransactionalIdAuthorizationFailed
+from aiokafka.errors import KafkaConnectionError, RequestTimedOutError, TransactionalIdAuthorizationFailed
 
 import delivery.clients
 from delivery import opening
+from delivery.clients import explain
 from delivery.connection import Connection
+from delivery.quotas import Quotas
 
 ROOT = Path(delivery.clients.__file__).parents[1]
 METADATA = 3
@@ -194,3 +196,14 @@ async def test_a_command_that_looks_up_offsets_gives_up_a_broker_that_does_not_a
             with pytest.raises(KafkaConnectionError, match="no answer within 0 s"):
                 await lookup
     await client.close()
+
+
+def test_a_broker_that_does_not_answer_because_of_a_quota_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery.clients, "QUOTAS", quotas := Quotas())
+    silent = "no Kafka broker answers at k:1 (RequestTimedOutError): "
+    assert explain(RequestTimedOutError(), Connection("k:1")) == f"{silent}is one up there, for clients?"
+    quotas.note("gpustream-topics", "CreateTopicsRequest", 200.0)
+    expected = f"{silent}a quota of Kafka holds it up: raise its controller_mutation_rate or request_percentage"
+    assert explain(RequestTimedOutError(), Connection("k:1")) == expected

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka import Consumer
 
+from delivery import aiokafka_patches
+from delivery.quotas import Quotas
 from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
 from tests.eventually import LIMIT_S
@@ -78,8 +80,9 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
 
 
 async def test_a_quota_slows_a_sender_down_and_is_named_in_its_log(
-    kafka: KafkaServer, caplog: pytest.LogCaptureFixture
+    kafka: KafkaServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(aiokafka_patches, "QUOTAS", Quotas())
     kafka.create_topics({"sender-quota": 2})
     await asyncio.to_thread(kafka.set_quotas, "sender-quota", producer_byte_rate=25_000)
     sent = [number.to_bytes(4, "big") + random.randbytes(50_000) for number in range(8)]
