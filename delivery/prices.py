@@ -169,11 +169,16 @@ def _overlaps(entries: Sequence[Price | None]) -> Iterator[str]:
             )
 
 
+def datetime_of(text: str) -> datetime:
+    """A date or a time by ISO 8601 or RFC 3339, whose t and z may be small. Raises ValueError."""
+    return datetime.fromisoformat(text.strip().upper())
+
+
 def milliseconds(value: Any) -> int | None:
     """A date or a time in ms since the epoch, in UTC if it names no zone; None if it is neither."""
     try:
         if isinstance(value, str):
-            value = datetime.fromisoformat(value.strip().upper())  # RFC 3339 has small letters, too
+            value = datetime_of(value)
         if isinstance(value, date) and not isinstance(value, datetime):
             value = datetime(value.year, value.month, value.day)  # noqa: DTZ001 - the zone comes next
         if not isinstance(value, datetime):

@@ -9,7 +9,6 @@ On failure: what is wrong, in a sentence, and exit code 1; errors in the command
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -65,7 +64,7 @@ def parse_time(text: str) -> When:
         parsed = (
             When(values.milliseconds(text), is_ago=True)
             if at_ms is None
-            else When(at_ms, is_ago=False, is_assumed=datetime.fromisoformat(text.strip().upper()).tzinfo is None)
+            else When(at_ms, is_ago=False, is_assumed=price_list.datetime_of(text).tzinfo is None)
         )
     except ValueError:
         raise ValueError(

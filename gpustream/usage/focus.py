@@ -137,7 +137,8 @@ def _read_bill(path: Path, required: Iterable[str]) -> tuple[list[str], list[lis
     shared: dict[str, str] = {}  # most cells have the text of others, which then takes memory once
     try:
         with path.open("rb") as file:
-            if kinds := [kind for start, kind in _OTHER_FORMATS.items() if file.peek(len(start)).startswith(start)]:
+            first_bytes = file.peek(max(map(len, _OTHER_FORMATS)))
+            if kinds := [kind for start, kind in _OTHER_FORMATS.items() if first_bytes.startswith(start)]:
                 raise BillError(f"{path}: it looks like {kinds[0]}, and a bill must be CSV in UTF-8")
             reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
             columns, *rows = [[shared.setdefault(text, text) for text in row] for row in reader if row] or [[]]

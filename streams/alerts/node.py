@@ -247,11 +247,11 @@ class PartitionNodes(PartitionState):
             and node.settled()
             and self.caught_up.lasted_s(node.read_s) >= node.quiet_s()
         ]
-        read_ms = now_ms - round(self.caught_up.age_s(now_s) * 1000) if silent_nodes else now_ms
         for node in silent_nodes:
             if node.current is not None:
-                lasted_ms = round(self.caught_up.lasted_s(node.read_s) * 1000)
-                at_ms, removed_ms = max(read_ms, node.current.logged_ms + lasted_ms), self._removed_ms.get(node.key)
+                read_ms = now_ms - round(self.caught_up.age_s(now_s) * 1000)
+                watched_ms = node.current.logged_ms + round(self.caught_up.lasted_s(node.read_s) * 1000)
+                at_ms, removed_ms = max(read_ms, watched_ms), self._removed_ms.get(node.key)
                 node.apply(machine.step_without_tick(node.current, rules, now_ms=at_ms, removed_ms=removed_ms))
         return silent_nodes
 
