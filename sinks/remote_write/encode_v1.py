@@ -3,7 +3,8 @@
 A node's ticks usually differ only in values and time, so the plan for encoding one is made once and used again. A
 device's labels are encoded once. Each of its series consists of slices of those bytes with the row's name and labels
 between them; the bytes behind the row's labels are shared by many series. As long as a node's tick has the sets of its
-last one, it is encoded by joining these bytes with the new values between them.
+last one, it is encoded by joining these bytes with the new values between them. If several such ticks follow one
+another in a request, as in a backlog, each series is written once, with a sample of each tick.
 
 Source: the protocol buffers encoding guide, and the message definitions of prometheus/prompb: WriteRequest{1
 timeseries}, TimeSeries{1 labels, 2 samples}, Label{1 name, 2 value}, Sample{1 double value, 2 int64 timestamp}. A
@@ -90,6 +91,11 @@ def sample_head(width: int, more: int = 0) -> bytes:
     return bytes((_SAMPLES,)) + varint(VALUE_BYTES + 1 + width + more) + _VALUE
 
 
+def sample_bytes(width: int, more: int = 0) -> int:
+    """The bytes of a sample, with its tag and length; the arguments are those of :func:`sample_head`."""
+    return len(sample_head(width, more)) - 1 + VALUE_BYTES + 1 + width + more
+
+
 # -- ticks
 
 
@@ -102,14 +108,14 @@ def planned(
     make: Callable[[list[SeriesSet], int], Plan],
     *,
     basis: object = None,
-) -> Iterator[tuple[Plan, Sequence[SampleGroup]]]:
-    """Each tick's groups with the plan for encoding its sets: that of the node's last tick, or a new one if that had
-    other sets.
+) -> Iterator[tuple[Plan, list[Sequence[SampleGroup]]]]:
+    """Ticks in a row that have the same sets, each later than the one before, with the plan for encoding these sets:
+    that of the node's last tick, or a new one if that had other sets.
 
     ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set, with
     the numbers of all, as long as ``basis`` is the same object.
     """
-    start = 0
+    start, run_plan, run = 0, None, list[Sequence[SampleGroup]]()
     while start < len(groups):
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
@@ -126,13 +132,20 @@ def planned(
             tick = groups[start:end]
             plan = make([group.series for group in tick], width)
             first.cache[key, width] = tuple([group.series.number for group in tick]), basis, plan
-        yield plan, tick
+        if run_plan is not None and (plan is not run_plan or ts_ms <= run[-1][0].ts_ms):
+            yield run_plan, run
+            run = []
+        run_plan = plan
+        run.append(tick)
         start += len(tick)
+    if run_plan is not None:
+        yield run_plan, run
 
 
-def samples(groups: Sequence[SampleGroup]) -> tuple[bytes, ...]:
-    """The encoded value and timestamp of each series of a tick, without the tag of the value."""
-    time = timestamp(groups[0].ts_ms)
+def samples(groups: Sequence[SampleGroup], behind: bytes = b"") -> tuple[bytes, ...]:
+    """The encoded value and timestamp of each series of a tick, without the tag of the value, and what is ``behind``
+    them."""
+    time = timestamp(groups[0].ts_ms) + behind
     values = list(chain.from_iterable([group.values for group in groups]))
     alternating: list[float | bytes] = [time] * (2 * len(values))
     alternating[::2] = values
@@ -150,49 +163,73 @@ def _packers(count: int, time_bytes: int) -> tuple[Struct, Struct]:
 # -- series
 
 
+class _Parts(NamedTuple):
+    """The parts of some series: the bytes that are a series' own, those up to the sample's value, which many series
+    share, and the length of the series with one sample."""
+
+    heads: Sequence[bytes]
+    tails: Sequence[bytes]
+    sizes: Sequence[int]
+
+
 def pieces(groups: Sequence[SampleGroup]) -> Iterator[bytes]:
-    """The uncompressed request with these groups, tick by tick."""
+    """The uncompressed request with these groups: one piece for ticks in a row that have the same series."""
 
-    def plan_of(sets: Sequence[SeriesSet], width: int) -> list[bytes]:
-        return [part for series in sets for part in _parts(series, width)]
+    def plan_of(sets: Sequence[SeriesSet], width: int) -> _Parts:
+        parts = zip(*[_parts(series, width) for series in sets], strict=True)
+        heads, tails, sizes = [list(chain.from_iterable(kind)) for kind in parts]
+        return _Parts(heads, tails, sizes)
 
-    for plan, tick in planned(groups, "v1", plan_of):
-        parts = plan.copy()
-        parts[2::3] = samples(tick)
+    for (heads, tails, sizes), ticks in planned(groups, "v1", plan_of):
+        width, next_sample = ts_width(ticks[0][0].ts_ms), b""
+        if len(ticks) > 1:
+            next_sample = sample_head(width)
+            more = (len(ticks) - 1) * sample_bytes(width)
+            heads = [
+                _series_start(size + more) + head[len(_series_start(size)) :]
+                for head, size in zip(heads, sizes, strict=True)
+            ]
+        step = 2 + len(ticks)
+        parts = [b""] * (step * len(heads))
+        parts[::step], parts[1::step] = heads, tails
+        for number, tick in enumerate(ticks, 2):
+            parts[number::step] = samples(tick, next_sample if number < step - 1 else b"")
         yield b"".join(parts)
 
 
-def _parts(series: SeriesSet, width: int) -> tuple[bytes, ...]:
-    """The parts of each row, which the set keeps: its own bytes, the bytes that many rows share, and an empty place for
-    the sample."""
-    kept: tuple[bytes, ...] | None = series.cache.get((_parts, width))
+def _parts(series: SeriesSet, width: int) -> _Parts:
+    """The parts of each row, which the set keeps."""
+    kept: _Parts | None = series.cache.get((_parts, width))
     if kept is not None:
         return kept
     encoded = [label(name, value) for name, value in series.labels]
     ends = list(accumulate(map(len, encoded), initial=0))
     blob, sample = b"".join(encoded), sample_head(width)
-    rest = len(blob) + len(sample) - 1 + VALUE_BYTES + 1 + width
+    rest = len(blob) + sample_bytes(width)
     tails: dict[int, bytes] = {}
-    parts: list[bytes] = []
-    for head, own, last in _row_heads(series.rows, tuple([name for name, _ in series.labels]), rest):
+    row_heads = _row_heads(series.rows, tuple([name for name, _ in series.labels]), rest)
+    heads: list[bytes] = []
+    for head, own, last, _ in row_heads:
         if last not in tails:
             tails[last] = blob[ends[last] :] + sample
         start = 0
         for before, row_label in own:  # the device's labels, with those of the row in sorted order among them
             head += blob[start : ends[before]] + row_label
             start = ends[before]
-        parts += (head, tails[last], b"")
-    kept = series.cache[_parts, width] = tuple(parts)
+        heads.append(head)
+    kept = _Parts(tuple(heads), tuple([tails[row.last] for row in row_heads]), tuple([row.size for row in row_heads]))
+    series.cache[_parts, width] = kept
     return kept
 
 
 class _RowHead(NamedTuple):
     """The bytes of a row before the device's labels; its own labels among them, sorted and encoded, each with the
-    number of the device's labels that sort before it; and the last such number."""
+    number of the device's labels that sort before it; the last such number; and the length of the series."""
 
     head: bytes
     own: tuple[tuple[int, bytes], ...]
     last: int
+    size: int
 
 
 @lru_cache(maxsize=4096)
@@ -204,9 +241,15 @@ def _row_heads(rows: Rows, names: tuple[str, ...], rest: int) -> list[_RowHead]:
         own = [(bisect_left(names, name), label(name, value)) for name, value in pairs]
         first = [encoded for before, encoded in own if not before]
         size = rest + sum([len(encoded) for _, encoded in own])
-        head = _shared(b"".join((_SERIES, varint(size), *first)))
-        heads.append(_RowHead(head, tuple(own[len(first) :]), own[-1][0]))
+        head = _shared(b"".join((_series_start(size), *first)))
+        heads.append(_RowHead(head, tuple(own[len(first) :]), own[-1][0], size))
     return heads
+
+
+@lru_cache(maxsize=4096)
+def _series_start(size: int) -> bytes:
+    """The tag of a series and its length."""
+    return _SERIES + varint(size)
 
 
 _shared = lru_cache(maxsize=65536)(bytes)

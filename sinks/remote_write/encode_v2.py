@@ -1,8 +1,8 @@
 """Remote write 2.0: groups of samples -> a Request with interned symbols, before snappy.
 
 Metric names, label names, units and help texts are the first symbols of every request, always with the same numbers.
-So everything in a series is constant except its value, its timestamp and the references to its device's label values.
-All references of a request have the same number of bytes, so the constant parts are always at the same place.
+So everything in a series is constant except its values, their timestamps and the references to its device's label
+values. All references of a request have the same number of bytes, so the constant parts are always at the same place.
 
 A counter that counts from its producer's start has the start time twice: on the sample, where receivers read it since
 Prometheus 3.8, and on the series, where older ones do. Each ignores the field that it does not know. For counters of
@@ -14,7 +14,7 @@ Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import itemgetter
@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 from sinks.remote_write.encode_v1 import (
     NAME,
-    VALUE_BYTES,
     fixed_varint,
     message,
     planned,
+    sample_bytes,
     sample_head,
     samples,
     text,
@@ -50,6 +50,8 @@ _TYPES: dict[Kind, int] = {"untyped": 0, "counter": 1, "gauge": 2}
 _REF_WIDTHS = (2, 3, 5)
 _MAX_CONSTANTS = 8192
 _MAX_SHAPES = 8192
+_MAX_RUN = 16
+"""The most ticks that are encoded together. There is a layout for each power of two up to it."""
 
 
 class _Shape(NamedTuple):
@@ -69,16 +71,35 @@ class _LabelSlice(NamedTuple):
     tail: bytes
 
 
+class _RowPlan(NamedTuple):
+    """How a series is encoded: its labels, up to the first sample's value, what begins each further sample, and the
+    metadata. ``bytes`` has it without samples, ``sample_bytes`` each sample."""
+
+    labels: list[bytes | _LabelSlice]
+    next_sample: bytes
+    metadata: bytes
+    bytes: int
+    sample_bytes: int
+    since_start: bool
+
+
+class _Layout(NamedTuple):
+    """How so many ticks of sets of one shape are encoded together: the constant parts, and the order of constants,
+    slices, samples and start times."""
+
+    constants: tuple[bytes, ...]
+    order: "itemgetter[Any]"
+
+
 class _ShapePlan(NamedTuple):
-    """How sets of one shape are encoded: the references to the names of the device's labels, the constant parts, the
-    slices of its labels, and the order of constants, slices, samples and, with ``starts``, start times.
-    """
+    """How sets of one shape are encoded: the references to the names of the device's labels, the slices of its labels,
+    each row, whether there are start times, and a layout for each number of ticks that there was."""
 
     names: tuple[bytes, ...]
-    constants: tuple[bytes, ...]
-    slices: tuple[_LabelSlice, ...]
-    order: "itemgetter[Any]"
+    slices: dict[_LabelSlice, int]
+    rows: list[_RowPlan]
     starts: bool
+    layouts: dict[int, _Layout]
 
 
 class _PlanV2(NamedTuple):
@@ -129,7 +150,7 @@ class Encoder:
         symbols, new_symbols = dict(self._constants), list[bytes]()
         series_bytes: list[bytes] = []
         last_plan, slices = None, tuple[bytes, ...]()
-        for plan, tick in planned(groups, (self, width), partial(self._plan, width), basis=self._token):
+        for plan, ticks in planned(groups, (self, width), partial(self._plan, width), basis=self._token):
             if plan is not last_plan:  # ticks of a node in a row have the same references
                 for value, encoded in zip(plan.values, plan.encoded, strict=True):
                     if value not in symbols:
@@ -138,7 +159,7 @@ class Encoder:
                 labels, refs = plan.constants * 2, [_ref(symbols[value], width) for value in plan.values]
                 labels[::2], labels[1::2] = plan.constants, (*plan.references(refs), b"")
                 last_plan, slices = plan, plan.slices.unpack(b"".join(labels))
-            series_bytes.append(_encode_tick(plan, tick, slices))
+            series_bytes += _encode(plan, ticks, slices)
         return b"".join([bytes(self._constant_symbols), *new_symbols, *series_bytes])
 
     def _plan(self, width: int, sets: Sequence[SeriesSet], ts_width: int) -> _PlanV2:
@@ -163,21 +184,34 @@ class Encoder:
         return _PlanV2(shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
 
 
-def _encode_tick(plan: _PlanV2, tick: Sequence[SampleGroup], slices: Iterable[bytes]) -> bytes:
-    """The encoded series of a tick; ``slices`` are those of its labels."""
-    next_slices, next_samples = iter(slices), iter(samples(tick))
-    encoded: list[bytes] = []
-    for shape, (series, ts_ms, values) in zip(plan.shapes, tick, strict=True):
-        starts = _starts(series.start_ms if series.start_ms <= ts_ms else 0, ts_width(ts_ms)) if shape.starts else ()
-        own_slices, own_samples = islice(next_slices, len(shape.slices)), islice(next_samples, len(values))
-        encoded += shape.order((*shape.constants, *own_slices, *own_samples, *starts))
-    return b"".join(encoded)
+def _encode(plan: _PlanV2, ticks: Sequence[Sequence[SampleGroup]], slices: Iterable[bytes]) -> Iterator[bytes]:
+    """The encoded series of ticks, as many ticks together as there is a layout for; ``slices`` are those of their
+    labels."""
+    end = 0
+    while end < len(ticks):
+        start, end = end, end + min(_MAX_RUN, 1 << (len(ticks) - end).bit_length() - 1)
+        run, encoded = ticks[start:end], list[bytes]()
+        next_slices, next_samples = iter(slices), [iter(samples(tick)) for tick in run]
+        for number, shape in enumerate(plan.shapes):
+            layout = shape.layouts.get(len(run)) or _layout(shape, len(run))
+            parts = [*layout.constants, *islice(next_slices, len(shape.slices))]
+            for of_tick in next_samples:
+                parts += islice(of_tick, len(shape.rows))
+            if shape.starts:
+                starts = [_starts(series.start_ms, ts_ms) for series, ts_ms, _ in [tick[number] for tick in run]]
+                parts += (*[of_sample for of_sample, _ in starts], starts[0][1])
+            encoded += layout.order(parts)
+        yield b"".join(encoded)
+
+
+def _starts(start_ms: int, ts_ms: int) -> tuple[bytes, bytes]:
+    """The start time of a counter, as a field of the sample and of the series. 0: unknown. It is for a sample that is
+    earlier than the start, too: the producer was restarted since."""
+    return _start_fields(start_ms if start_ms <= ts_ms else 0, ts_width(ts_ms))
 
 
 @lru_cache(maxsize=65536)
-def _starts(start_ms: int, width: int) -> tuple[bytes, bytes]:
-    """The start time of a counter, as a field of the sample and of the series. 0: unknown. It is for a sample that is
-    earlier than the start, too: the producer was restarted since."""
+def _start_fields(start_ms: int, width: int) -> tuple[bytes, bytes]:
     start = fixed_varint(start_ms, width)
     return _START_OF_SAMPLE + start, _START_OF_SERIES + start
 
@@ -187,9 +221,19 @@ _ref = lru_cache(maxsize=65536)(fixed_varint)
 
 
 def _shape_plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
-    """Plan a shape: a series is a head, slices of the device's label references around the row's own, and a sample."""
-    constants: list[bytes] = []
+    """Plan a shape: a series is a head, slices of the device's label references around the row's own, and samples."""
     slices: dict[_LabelSlice, int] = {}
+    rows = [_row_plan(row, shape, symbols) for row in shape.rows]
+    for piece in chain.from_iterable([row.labels for row in rows]):
+        if isinstance(piece, _LabelSlice):
+            slices.setdefault(piece, len(slices))
+    names = tuple([_ref(symbols[name], shape.ref_width) for name in shape.names])
+    return _ShapePlan(names, slices, rows, any(row.since_start for row in rows), {})
+
+
+def _layout(shape: _ShapePlan, ticks: int) -> _Layout:
+    """The layout of so many ticks, which the shape keeps."""
+    constants: list[bytes] = []
     parts: list[tuple[str, int]] = []
 
     def write(constant: bytes) -> None:
@@ -200,34 +244,37 @@ def _shape_plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
             constants.append(constant)
 
     for number, row in enumerate(shape.rows):
-        head, pieces, metadata = _series(row, shape, symbols)
-        write(head)
-        for piece in pieces:
+        write(bytes((_TIMESERIES,)) + varint(row.bytes + ticks * row.sample_bytes))
+        for piece in row.labels:
             if isinstance(piece, bytes):
                 write(piece)
             else:
-                parts.append(("slice", slices.setdefault(piece, len(slices))))
-        parts.append(("sample", number))
+                parts.append(("slice", shape.slices[piece]))
+        for tick in range(ticks):
+            if tick:
+                write(row.next_sample)
+            parts.append(("sample", tick * len(shape.rows) + number))
+            if row.since_start:
+                parts.append(("start", tick))
+        write(row.metadata)
         if row.since_start:
-            parts.append(("start", 0))
-        write(metadata)
-        if row.since_start:
-            parts.append(("start", 1))
+            parts.append(("start", ticks))
     begins = {"constant": 0, "slice": len(constants)}
-    begins["sample"] = begins["slice"] + len(slices)
-    begins["start"] = begins["sample"] + len(shape.rows)
+    begins["sample"] = begins["slice"] + len(shape.slices)
+    begins["start"] = begins["sample"] + ticks * len(shape.rows)
     order = itemgetter(*[begins[kind] + number for kind, number in parts])
-    has_starts = any(row.since_start for row in shape.rows)
-    names = tuple([_ref(symbols[name], shape.ref_width) for name in shape.names])
-    return _ShapePlan(names, tuple(constants), tuple(slices), order, has_starts)
+    layout = shape.layouts[ticks] = _Layout(tuple(constants), order)
+    return layout
 
 
-def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | _LabelSlice], bytes]:
-    """The head of a series, its labels up to the sample's value, and its metadata."""
+def _row_plan(row: Row, shape: _Shape, symbols: dict[str, int]) -> _RowPlan:
+    """Plan a series of a shape."""
     own = sorted(((NAME, row.name), *row.labels))
     start_bytes = 1 + shape.ts_width if row.since_start else 0
     sample = sample_head(shape.ts_width, start_bytes)
-    pieces: list[bytes | _LabelSlice] = []
+    refs = (len(shape.names) + len(own)) * 2 * shape.ref_width
+    head = bytes((_LABELS_REFS,)) + varint(refs)
+    pieces: list[bytes | _LabelSlice] = [head]
     start = 0
     for name, value in own:
         at = bisect_left(shape.names, name)
@@ -237,10 +284,13 @@ def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, li
         ]
         start = at
     pieces += [_LabelSlice(start, len(shape.names), sample)] if start < len(shape.names) else [sample]
-    refs = (len(shape.names) + len(own)) * 2 * shape.ref_width
     help_and_unit = _HELP_REF + varint(symbols[row.help]) + _UNIT_REF + varint(symbols[row.unit])
     metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + help_and_unit)
-    labels = bytes((_LABELS_REFS,)) + varint(refs)
-    size = len(labels) + refs + len(sample) - 1 + VALUE_BYTES + 1 + shape.ts_width + start_bytes
-    head = bytes((_TIMESERIES,)) + varint(size + len(metadata) + start_bytes) + labels
-    return head, [piece for piece in pieces if isinstance(piece, bytes) or piece.start < piece.end], metadata
+    return _RowPlan(
+        labels=[piece for piece in pieces if isinstance(piece, bytes) or piece.start < piece.end],
+        next_sample=sample,
+        metadata=metadata,
+        bytes=len(head) + refs + len(metadata) + start_bytes,
+        sample_bytes=sample_bytes(shape.ts_width, start_bytes),
+        since_start=row.since_start,
+    )

@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,10 @@ from cramjam import snappy, zstd
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.sender import Sender
+from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.nodes import OpenSeries
+from sinks.remote_write.send import compressed
+from sinks.series.model import SampleGroup
 from sinks.series.tick import decode
 from sinks.series.translation import Translator
 from tests.bench import attribution
@@ -61,7 +65,7 @@ VARIANTS: dict[str, dict[str, bool]] = {"warm.": {}, "shared.": {"shared": True}
 MANY_NODES, SERIES_AIMED = 10_000, 2_000_000
 SAMPLES, ATTRIBUTED = "gpu.samples", "gpu.attributed"
 PER_TICK, RATE = "us/tick", "M values a CPU-second"
-SETTLED_S, HELPS, COLLECTED = 3.0, 10, 1600
+SETTLED_S, HELPS, COLLECTED, REQUEST_TICKS = 3.0, 10, 1600, 29
 BATCH_BYTES = 61 + 30
 """Around a record that is alone in its batch: Kafka's header of a batch and of a record, and the key."""
 
@@ -185,9 +189,10 @@ class Bench:
         for topic, logged in ((SAMPLES, samples[:COLLECTED]), (ATTRIBUTED, records[:COLLECTED])):
             size = sum(len(zstd.compress(value, level=1)) + BATCH_BYTES for value in logged) / len(logged)
             yield Figure(f"{topic} on disk", size, "bytes/tick")
-        for protocol in ("1.0", "2.0"):
-            spent = writing["", protocol]
-            yield Figure(f"remote write {protocol} on the wire", spent.sent_bytes / TICKS, "bytes/tick")
+        for protocol, wire_bytes in on_the_wire(records[:COLLECTED]).items():
+            yield Figure(f"remote write {protocol} on the wire", wire_bytes, "bytes/tick")
+            sent_bytes = writing["", protocol].sent_bytes / TICKS
+            yield Figure(f"remote write {protocol} on the wire, in a backlog", sent_bytes, "bytes/tick")
         yield Figure("samples written", writing["", "1.0"].accepted / TICKS, "samples/tick")
 
     def collector_us(self, records: Sequence[bytes]) -> float | None:
@@ -245,6 +250,23 @@ def values_of(records: Sequence[bytes]) -> float:
         msgspec.structs.astuple(reading.metrics) for record in records for reading in decode(record).devices
     ]
     return sum(len(values) - values.count(None) for values in values_of_metrics) / len(records)
+
+
+def on_the_wire(records: Sequence[bytes]) -> dict[str, float]:
+    """The bytes of a tick in the requests of a sink that keeps up, by protocol: each tick there is of another node."""
+    series, encoder = OpenSeries(Translator([PROFILES["otel"]])), encode_v2.Encoder()
+    by_node: dict[tuple[str, str], list[Sequence[SampleGroup]]] = {}
+    for record in records:
+        tick = series.tick(decode(record))
+        series.settle(tick, 0.0, accepted=True)
+        by_node.setdefault(tick.node, []).append(tick.groups)
+    ticks = list(chain.from_iterable(zip(*by_node.values(), strict=False)))
+    sent = dict.fromkeys(("1.0", "2.0"), 0)
+    for start in range(0, len(ticks), REQUEST_TICKS):
+        request = list(chain.from_iterable(ticks[start : start + REQUEST_TICKS]))
+        sent["1.0"] += len(compressed(encode_v1.pieces(request)))
+        sent["2.0"] += len(compressed([encoder.encode(request)]))
+    return {protocol: size / len(ticks) for protocol, size in sent.items()}
 
 
 def help_ms() -> float:
