@@ -13,7 +13,7 @@ around them never move.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from struct import Struct
@@ -101,6 +101,9 @@ def sample_bytes(width: int, more: int = 0) -> int:
 
 Plan = TypeVar("Plan")
 
+Tick = Sequence[SampleGroup]
+"""All groups of a node at one time."""
+
 
 def planned(
     groups: Sequence[SampleGroup],
@@ -108,14 +111,14 @@ def planned(
     make: Callable[[list[SeriesSet], int], Plan],
     *,
     basis: object = None,
-) -> Iterator[tuple[Plan, list[Sequence[SampleGroup]]]]:
-    """Ticks in a row that have the same sets, each later than the one before, with the plan for encoding these sets:
-    that of the node's last tick, or a new one if that had other sets.
+) -> Iterator[tuple[Plan, Tick]]:
+    """Each tick's groups with the plan for encoding its sets: that of the node's last tick, or a new one if that had
+    other sets.
 
     ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set, with
     the numbers of all, as long as ``basis`` is the same object.
     """
-    start, run_plan, run = 0, None, list[Sequence[SampleGroup]]()
+    start = 0
     while start < len(groups):
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
@@ -132,17 +135,23 @@ def planned(
             tick = groups[start:end]
             plan = make([group.series for group in tick], width)
             first.cache[key, width] = tuple([group.series.number for group in tick]), basis, plan
-        if run_plan is not None and (plan is not run_plan or ts_ms <= run[-1][0].ts_ms):
-            yield run_plan, run
-            run = []
-        run_plan = plan
-        run.append(tick)
+        yield plan, tick
         start += len(tick)
-    if run_plan is not None:
-        yield run_plan, run
 
 
-def samples(groups: Sequence[SampleGroup], behind: bytes = b"") -> tuple[bytes, ...]:
+def runs(planned_ticks: Iterable[tuple[Plan, Tick]]) -> Iterator[tuple[Plan, list[Tick]]]:
+    """Ticks in a row that have the same plan, each later than the one before. Their series are written once."""
+    run: list[tuple[Plan, Tick]] = []
+    for plan, tick in planned_ticks:
+        if run and (plan is not run[-1][0] or tick[0].ts_ms <= run[-1][1][0].ts_ms):
+            yield run[0][0], [earlier for _, earlier in run]
+            run = []
+        run.append((plan, tick))
+    if run:
+        yield run[0][0], [earlier for _, earlier in run]
+
+
+def samples(groups: Tick, behind: bytes = b"") -> tuple[bytes, ...]:
     """The encoded value and timestamp of each series of a tick, without the tag of the value, and what is ``behind``
     them."""
     time = timestamp(groups[0].ts_ms) + behind
@@ -180,7 +189,7 @@ def pieces(groups: Sequence[SampleGroup]) -> Iterator[bytes]:
         heads, tails, sizes = [list(chain.from_iterable(kind)) for kind in parts]
         return _Parts(heads, tails, sizes)
 
-    for (heads, tails, sizes), ticks in planned(groups, "v1", plan_of):
+    for (heads, tails, sizes), ticks in runs(planned(groups, "v1", plan_of)):
         width, next_sample = ts_width(ticks[0][0].ts_ms), b""
         if len(ticks) > 1:
             next_sample = sample_head(width)

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 from sinks.remote_write.encode_v1 import (
     NAME,
+    Tick,
     fixed_varint,
     message,
     planned,
+    runs,
     sample_bytes,
     sample_head,
     samples,
@@ -150,7 +152,8 @@ class Encoder:
         symbols, new_symbols = dict(self._constants), list[bytes]()
         series_bytes: list[bytes] = []
         last_plan, slices = None, tuple[bytes, ...]()
-        for plan, ticks in planned(groups, (self, width), partial(self._plan, width), basis=self._token):
+        plans = planned(groups, (self, width), partial(self._plan, width), basis=self._token)
+        for plan, ticks in runs(plans):
             if plan is not last_plan:  # ticks of a node in a row have the same references
                 for value, encoded in zip(plan.values, plan.encoded, strict=True):
                     if value not in symbols:
@@ -184,7 +187,7 @@ class Encoder:
         return _PlanV2(shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, slices)
 
 
-def _encode(plan: _PlanV2, ticks: Sequence[Sequence[SampleGroup]], slices: Iterable[bytes]) -> Iterator[bytes]:
+def _encode(plan: _PlanV2, ticks: Sequence[Tick], slices: Iterable[bytes]) -> Iterator[bytes]:
     """The encoded series of ticks, as many ticks together as there is a layout for; ``slices`` are those of their
     labels."""
     end = 0
