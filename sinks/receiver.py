@@ -321,7 +321,8 @@ class Receiver:
                 if means == "refused" and self._refused_in_a_row <= self._most_refused:
                     self._answered(key)
                     return text
-                self._fail(key, f"{'it refuses everything' if means == 'refused' else means}: {text}")
+                why = {"again": "", "refused": "it refuses everything: "}.get(means, f"{means}: ")
+                self._fail(key, why + text)
                 await pause(attempt, reply.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
             raise Abandoned

@@ -114,12 +114,12 @@ async def test_one_request_that_is_tried_again_is_logged_once_while_others_are_a
     await eventually(lambda: to.failing is not None)
     for _ in range(5):
         await send(to)
-        assert to.failing == "again: HTTP 503: said"
+        assert to.failing == "HTTP 503: said"
     scripted.default_status = lambda _: 200
     assert await asyncio.wait_for(stuck, 10) is None
     assert to.failing is None
     assert [line.message for line in caplog.records] == [
-        "h:1 does not accept, trying again: again: HTTP 503: said",
+        "h:1 does not accept, trying again: HTTP 503: said",
         "h:1 answers again",
     ]
 
@@ -235,7 +235,7 @@ async def test_a_change_is_logged_once_without_the_path_and_the_password(caplog:
     await asyncio.wait_for(scripted.asked.wait(), 10)
     await asyncio.wait_for(sending, 10)
     assert [record.message for record in caplog.records] == [
-        "host:1 does not accept, trying again: again: away",
+        "host:1 does not accept, trying again: away",
         "host:1 answers again",
     ]
 
@@ -254,7 +254,7 @@ async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_repor
         return REQUEST
 
     await asyncio.wait_for(to.send(make, asyncio.Event()), 10)
-    assert reasons == [None, "again: HTTP 503: said", "misconfigured: HTTP 401: said"]
+    assert reasons == [None, "HTTP 503: said", "misconfigured: HTTP 401: said"]
     assert reported == [None]
     attempts = {
         result: instruments.registry.get_sample_value(
