@@ -14,7 +14,12 @@ from tests.command_line import parsed
 from tests.docs.page import ROOT, blocks
 from tests.eventually import LIMIT_S
 
-RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
+WORDS = (ROOT / "docs" / "runbooks" / "README.md").read_text()
+RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[!R]*.md"))
+OF_OTHERS = {
+    *("ECC", "ROW_REMAPPER", "PERFORMANCE", "POWER", "CLOCK", "TEMPERATURE"),  # nvidia-smi's
+    *("NVIDIA_VISIBLE_DEVICES", "GET", "SERVICE"),  # a container's, HTTP's, and Compose's, which it lists just before
+}
 OURS = [
     (path.stem, command)
     for path in RUNBOOKS
@@ -26,6 +31,14 @@ OURS = [
 @pytest.mark.parametrize("path", RUNBOOKS, ids=lambda path: path.stem)
 def test_a_runbook_has_commands(path: Path) -> None:
     assert blocks(f"runbooks/{path.name}", "sh", indented=True)
+
+
+@pytest.mark.parametrize("path", RUNBOOKS, ids=lambda path: path.stem)
+def test_a_word_that_the_reader_has_to_put_in_is_explained(path: Path) -> None:
+    code = " ".join(block.text for block in blocks(f"runbooks/{path.name}", "sh", indented=True))
+    words = set(re.findall(r"(?<![\w-])[A-Z_]+\b(?::PORT)?", code)) - OF_OTHERS
+    assert [word for word in words if not re.search(rf"^\|[^|]*\b{word}\b", WORDS, re.MULTILINE)] == []
+    assert ("](README.md)" in path.read_text()) == bool(words)
 
 
 @pytest.mark.parametrize(("name", "line"), OURS)
