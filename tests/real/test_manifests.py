@@ -848,7 +848,7 @@ def test_with_the_values_of_the_page_about_keda_the_metrics_api_has_the_pages_se
         if manifest["kind"] == "Deployment" and manifest["metadata"]["name"].endswith("metrics-api")
     ]
     sources = [source for volume in pod["volumes"] for source in volume.get("projected", {}).get("sources", ())]
-    made = re.findall(r"create secret \w+ (\S+)", commands.text)
+    made = re.findall(r"-n gpustream create secret \w+ (\S+)", commands.text)
     assert sorted(source["secret"]["name"] for source in sources) == sorted(made)
     page = (ROOT / "docs" / "how-to" / "autoscaling" / "keda.md").read_text()
     services = [name for name in names(manifests, "Service") if name.endswith("metrics-api")]
