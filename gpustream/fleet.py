@@ -6,6 +6,7 @@ State:    for each device the last tick, a ring of ``slots`` means, and at most 
           is forgotten if a tick of its node lacks it, a node if it was silent for :data:`FORGOTTEN_S`.
 """
 
+import itertools
 import math
 from array import array
 from collections import deque
@@ -75,11 +76,15 @@ class Holder(NamedTuple):
 
 
 class Tenure(NamedTuple):
-    """Who held a device, from a time to another. ``to_ms`` None: it still does. ``pods`` empty: nobody."""
+    """Who held a device, from a time to another. ``to_ms`` None: it still does. ``pods`` empty: nobody.
+
+    ``or_before``: it was so at the first reading already.
+    """
 
     from_ms: int
     to_ms: int | None
     pods: tuple[str, ...]
+    or_before: bool
 
 
 class RecentMeans:
@@ -186,14 +191,9 @@ class Device:
         trouble = {"lost": "lost", "timeout": "does not answer"}.get(self.state, "")
         return trouble or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
 
-    def held_since_ms(self, name: str) -> int:
-        """Since when the pod of this name has held the device, as far back as is known."""
-        since_ms = self.ts_ms
-        for tenure in reversed(self.tenures):
-            if name not in tenure.pods:
-                break
-            since_ms = tenure.from_ms
-        return since_ms
+    def first_tenure_of(self, name: str) -> Tenure:
+        """The one with which the pod of this name, which holds the device, began to hold it."""
+        return list(itertools.takewhile(lambda tenure: name in tenure.pods, reversed(self.tenures)))[-1]
 
     def update(self, tick: Tick, device: TickDevice, holders: list[Holder]) -> None:
         """Updates the device from its part of a tick. ``holders`` are the pods and processes that hold it."""
@@ -204,7 +204,7 @@ class Device:
         if not self.tenures or self.tenures[-1].pods != names:
             if self.tenures:
                 self.tenures[-1] = self.tenures[-1]._replace(to_ms=tick.ts_ms)
-            self.tenures.append(Tenure(tick.ts_ms, None, names))
+            self.tenures.append(Tenure(tick.ts_ms, None, names, or_before=not self.tenures))
         while (ended := self.tenures[0].to_ms) is not None and ended < tick.ts_ms - self.history.span_ms:
             self.tenures.popleft()
         self.index, self.model, self.state = device.index, device.model or "", device.state
@@ -251,7 +251,7 @@ class Use(NamedTuple):
     """A pod, a workload or a process without a pod, and what it does with the GPUs that it holds, alone or with others.
 
     ``used_ratio`` is the mean over its devices, memory and power are sums over them; None if none reports it.
-    ``devices`` are those that it holds, and ``since_ms`` is when it got the first of them, as far back as is known.
+    ``devices`` are those that it holds, and ``since`` is the tenure with which it got the first of them.
     ``gpus`` and ``idle`` count each GPU once.
     """
 
@@ -265,7 +265,7 @@ class Use(NamedTuple):
     used_ratio: float | None
     memory_used_bytes: float | None
     power_watts: float | None
-    since_ms: int
+    since: Tenure
     devices: tuple[Device, ...]
 
     @property
@@ -435,7 +435,9 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
             used_ratio=sum(ratios) / len(used_devices) if used_devices else None,
             memory_used_bytes=sum(memory) if memory else None,
             power_watts=sum(power) if power else None,
-            since_ms=min(device.held_since_ms(holder.name) for device, holder in pairs),
+            since=min(
+                (device.first_tenure_of(holder.name) for device, holder in pairs), key=lambda since: since.from_ms
+            ),
             devices=tuple(dict.fromkeys(device for device, _ in pairs)),
         )
         uses.append(use)

@@ -13,7 +13,7 @@ from rich.cells import cell_len, set_cell_size
 
 from delivery.values import printable
 from gpustream.alerts import lasted
-from gpustream.fleet import Device, Status
+from gpustream.fleet import Device, Status, Tenure
 from topics.times import MAX_TIME_MS
 
 Line = list[tuple[str, str]]
@@ -107,6 +107,11 @@ def ago(duration_ms: float) -> str:
     return lasted(timedelta(milliseconds=shown_ms)).removesuffix(" 0s")
 
 
+def held_for(now_ms: int, since: Tenure) -> str:
+    """``2h 5m``, or ``>2h 5m`` if it was held so at the first reading already."""
+    return f"{'>' if since.or_before else ''}{ago(now_ms - since.from_ms)}"
+
+
 def fit(line: Line, width: int, style: str = "") -> Line:
     """The line in exactly ``width`` cells, cut with an ellipsis or filled up. Bars do not get ``style``.
 
@@ -180,6 +185,20 @@ def amount_column(
         return plain("-", "dim") if value is None else plain(text_for(value))
 
     return Column(title, width, value_of, draw_cell, from_width=from_width, right=True, descending=True)
+
+
+def time_column(title: str, since_of: Callable[[Any], tuple[int, Tenure] | None], *, from_width: int = 0) -> Column:
+    """A column of how long something has been held at a time, the longest first."""
+
+    def lasted_ms(row: Any) -> int | None:
+        since = since_of(row)
+        return None if since is None else since[0] - since[1].from_ms
+
+    def draw_cell(row: Any, _: int) -> Line:
+        since = since_of(row)
+        return plain("-", "dim") if since is None else plain(held_for(*since))
+
+    return Column(title, 8, lasted_ms, draw_cell, from_width=from_width, right=True, descending=True)
 
 
 def bar_column(title: str, width: int, value_of: Callable[[Any], float | None], style: Callable[[Any], str]) -> Column:

@@ -10,7 +10,17 @@ from typing import NamedTuple
 
 from gpustream.fleet import STATUSES, Device, Node, Status, Use, pods, workloads
 from gpustream.top import draw
-from gpustream.top.draw import Column, TableView, ago, amount_column, bar_column, gib, plain, text_column, watts
+from gpustream.top.draw import (
+    Column,
+    TableView,
+    amount_column,
+    bar_column,
+    gib,
+    plain,
+    text_column,
+    time_column,
+    watts,
+)
 from gpustream.top.moment import held
 
 _NAMESPACE_FROM = 30
@@ -145,9 +155,7 @@ GPUS = TableView(
         ),
         amount_column("POWER", 6, lambda gpu: gpu.power_watts, watts),
         amount_column("°C", 3, lambda gpu: gpu.temperature_celsius),
-        amount_column(
-            "HELD", 8, lambda gpu: gpu.ts_ms - gpu.tenures[-1].from_ms if gpu.holders else None, ago, from_width=100
-        ),
+        time_column("HELD", lambda gpu: (gpu.ts_ms, gpu.tenures[-1]) if gpu.holders else None, from_width=100),
         text_column("TROUBLE", 15, lambda gpu: gpu.trouble, draw.STYLES["failing"], from_width=100),
         Column(
             "HELD BY",
@@ -173,7 +181,7 @@ def _use_columns(*first: Column) -> tuple[Column, ...]:
         bar_column("USED", 11, lambda use: use.used_ratio, lambda use: draw.STYLES[_use_status(use)]),
         amount_column("MEMORY", 8, lambda use: use.memory_used_bytes, gib),
         amount_column("POWER", 8, lambda use: use.power_watts, watts, from_width=100),
-        amount_column("FOR", 7, lambda use: use.devices[0].ts_ms - use.since_ms, ago),
+        time_column("FOR", lambda use: (use.devices[0].ts_ms, use.since)),
         text_column("NODES", 12, lambda use: ", ".join(sorted({d.node for d in use.devices})), share=1, from_width=120),
     )
 

@@ -57,12 +57,13 @@ def _fires_and_idles(now: Now, limit: int) -> list[Line]:
         style = draw.SEVERITIES.get(row.severity, "")
         lines.append([(f"  {row.severity:<9}", style), (f"{row.alert} ", "bold"), (f"{row.lasted}: {row.summary}", "")])
     idle = sorted(
-        (use for use in pods(now.fleet.devices()) if use.idle == use.gpus), key=lambda use: (-use.gpus, use.since_ms)
+        (use for use in pods(now.fleet.devices()) if use.idle == use.gpus),
+        key=lambda use: (-use.gpus, use.since.from_ms),
     )
     lines += [[], [(f"idle pods: {len(idle)}, and how long each has had its GPUs", "bold")]]
     for use in idle[:limit]:
         team = f", team {use.team}" if use.team else ""
-        held_for = ago(max(device.ts_ms for device in use.devices) - use.since_ms)
+        held_for = draw.held_for(max(device.ts_ms for device in use.devices), use.since)
         idleness = f"{counted(use.gpus, 'GPU')} for {held_for}{team}"
         lines.append([("  idle     ", draw.STYLES["idle"]), (f"{use.who} ", "bold"), (idleness, "")])
     return lines

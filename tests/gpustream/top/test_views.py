@@ -124,6 +124,25 @@ def test_who_held_a_gpu_that_is_cut_is_who_held_it_before_and_who_holds_its_mig_
     assert [line.lstrip("━·").strip() for line in held[:3]] == ["1g.10gb ml/x", "3g.40gb free", "ml/whole"]
 
 
+def test_a_pod_that_the_first_reading_names_has_had_its_gpu_for_longer_than_is_known() -> None:
+    first = tick(gpu("a", 0.0, "ml/there"), gpu("b", None), ts_ms=600_000)
+    fleet = fleet_of(first, *[
+        tick(gpu("a", 0.0, "ml/there"), gpu("b", 0.0, "ml/came"), seq=n, ts_ms=600_000 + n * 60_000) for n in (2, 3)
+    ])  # fmt: skip
+    idle = lines(fleet)
+
+    assert "ml/there 1 GPU for >3m" in idle
+    assert "ml/came 1 GPU for 1m" in idle
+    assert {name: cells(name, fleet) for name in ("GPUs", "Pods")} == {"GPUs": [">3m", "1m"], "Pods": [">3m", "1m"]}
+
+
+def cells(name: str, fleet: Fleet) -> list[str]:
+    """What a table says of how long each row has been held."""
+    (table,) = (table for table in TABLES if table.name == name)
+    (column,) = (column for column in table.columns if column.title in ("HELD", "FOR"))
+    return [draw.text_of(column.draw(row, column.width)) for row in table.rows(moment(fleet))]
+
+
 def test_an_alert_about_a_mig_device_is_shown_with_it_and_with_its_gpu() -> None:
     fleet = fleet_of(tick(gpu("a", None), mig("m", "ml/x"), mig("o", "ml/y")))
     labels = {"gpu_uuid": "a", "gpu_mig_uuid": "m"}
