@@ -1,13 +1,16 @@
 """The pages for contributors name files that are there."""
 
 import re
+import shlex
 
+import click
 import pytest
 
 from docs import flow
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
+from tests.command_line import parsed
 from tests.docs.page import ROOT
 from tests.docs.test_migrate import OPTIONS
 from topics.reference import stale
@@ -63,6 +66,21 @@ def test_every_option_that_a_page_names_is_there(page: str) -> None:
     codes = re.findall(r"`((?:--|gpustream |produce |stream |sink )[^`]*)`", text)
     named = {option for code in codes for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)}
     assert named - OPTIONS - OF_OTHERS == set()
+
+
+@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if page != "docs/reference/options.md"])
+def test_every_command_of_a_page_is_right_but_for_files_and_gpus_that_are_not_here(page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    shell = "".join(re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL))
+    wrong = []
+    for line in re.findall(r"^ *(?:kubectl .* -- |\.venv/bin/)?gpustream (.+)$", shell, re.MULTILINE):
+        given = re.sub(r'"?\$\w+"?|HOST:PORT', "kafka-0:9092", line.replace("$URL", "http://receiver"))
+        try:
+            parsed(shlex.split(given, comments=True))
+        except click.UsageError as error:
+            mistakes = error.message.splitlines()
+            wrong += [mistake for mistake in mistakes if not re.search(r"not exist|no NVIDIA|^\d mistakes:", mistake)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE)
