@@ -75,9 +75,10 @@ class Refused(BrokerError):
 class TopicDescription(NamedTuple):
     """A topic as the broker describes it. ``settings`` is None if they are not known.
 
-    ``leaderless`` are the partitions without a leader, ``in_sync`` is the number of in-sync replicas of each partition.
-    ``allowed`` has the operations that this client may do, or is None if they are not known. Of a topic that this
-    client may not describe, only ``allowed`` is set.
+    ``leaderless`` are the partitions without a leader, ``in_sync`` is the number of in-sync replicas of each partition,
+    and ``replicas`` that of all replicas, of the partition that has the fewest. ``allowed`` has the operations that
+    this client may do, or is None if they are not known. Of a topic that this client may not describe, only ``allowed``
+    is set.
     """
 
     partitions: int
@@ -85,6 +86,7 @@ class TopicDescription(NamedTuple):
     leaderless: tuple[int, ...] = ()
     in_sync: Mapping[int, int] = {}
     allowed: frozenset[str] | None = None
+    replicas: int = 0
 
 
 class GroupDescription(NamedTuple):
@@ -146,12 +148,12 @@ class Admin:
             elif partitions:
                 allowed = frozenset(right for bit, right in RIGHTS.items() if bits >> bit & 1)
                 leaderless = tuple(sorted(number for _, number, leader, *_ in partitions if leader < 0))
-                in_sync = (
-                    {number: len(isr) for _, number, _, _, _, isr, _ in partitions} if bits != _RIGHTS_UNKNOWN else {}
-                )
-                descriptions[name] = TopicDescription(
-                    len(partitions), None, leaderless, in_sync, None if bits == _RIGHTS_UNKNOWN else allowed
-                )
+                description = TopicDescription(len(partitions), leaderless=leaderless)
+                if bits != _RIGHTS_UNKNOWN:
+                    in_sync = {number: len(isr) for _, number, _, _, _, isr, _ in partitions}
+                    replicas = min(len(brokers) for _, _, _, _, brokers, _, _ in partitions)
+                    description = description._replace(in_sync=in_sync, allowed=allowed, replicas=replicas)
+                descriptions[name] = description
         return descriptions
 
     async def brokers(self) -> dict[int, str]:

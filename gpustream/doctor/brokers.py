@@ -169,6 +169,7 @@ def topics(situation: Situation) -> CheckResult:
 def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
     """Findings for partitions that take no records, and for topics that lose records because of their size."""
     limited: list[str] = []
+    unattainable: list[str] = []
     for name, layout in kafka.topics.items():
         if layout.leaderless:
             yield Finding(
@@ -180,6 +181,9 @@ def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
             )
         settings = layout.settings or {}
         min_in_sync = int(settings.get("min.insync.replicas", "1") or 1)
+        if 0 < layout.replicas < min_in_sync:
+            unattainable.append(f"{kafka.prefix}{name}: {min_in_sync} of {layout.replicas}")
+            min_in_sync = layout.replicas
         too_few_replicas = [
             number
             for number, count in layout.in_sync.items()
@@ -195,6 +199,14 @@ def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
         limit = settings.get("retention.bytes") or "-1"
         if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
             limited.append(f"{kafka.prefix}{name}: {limit}")
+    if unattainable:
+        yield Finding(
+            f"min.insync.replicas of {counted(len(unattainable), 'topic')} is above the number of replicas",
+            "it was set for them, or for the broker: a Kafka before 3.7 takes no records then, and a later one asks for"
+            " all replicas",
+            ", ".join(unattainable),
+            "give them more replicas (`kafka-reassign-partitions.sh`), or set min.insync.replicas lower",
+        )
     if limited:
         yield Finding(
             f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",

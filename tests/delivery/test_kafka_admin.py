@@ -98,8 +98,8 @@ async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
     rows = [topic("a", [1, 2, 3], allowed=8), topic("b", [1, -1], allowed=8), topic("deleted", [])]
 
     assert await admin(topics=rows).layouts(["a", "b", "deleted"]) == {
-        "a": TopicDescription(3, in_sync={0: 1, 1: 1, 2: 1}, allowed=frozenset({"Read"})),
-        "b": TopicDescription(2, leaderless=(1,), in_sync={0: 1, 1: 1}, allowed=frozenset({"Read"})),
+        "a": TopicDescription(3, in_sync={0: 1, 1: 1, 2: 1}, allowed=frozenset({"Read"}), replicas=1),
+        "b": TopicDescription(2, leaderless=(1,), in_sync={0: 1, 1: 1}, allowed=frozenset({"Read"}), replicas=1),
     }
 
 

@@ -303,10 +303,19 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         lambda: see(
             healthy(),
             kafka=KAFKA._replace(
-                topics={"gpu.samples": TopicDescription(1, {"min.insync.replicas": "2"}, in_sync={0: 1})}
+                topics={"gpu.samples": TopicDescription(1, {"min.insync.replicas": "2"}, in_sync={0: 1}, replicas=3)}
             ),
         ),
         "gpu.samples: 1 partition take no records | fewer than min.insync.replicas (2)",
+    ),
+    "there are not so many replicas as must be in sync": (
+        lambda: see(
+            healthy(),
+            kafka=KAFKA._replace(
+                topics={"gpu.samples": TopicDescription(1, {"min.insync.replicas": "2"}, in_sync={0: 1}, replicas=1)}
+            ),
+        ),
+        "min.insync.replicas of 1 topic is above the number of replicas | before 3.7 | gpu.samples: 2 of 1 | lower",
     ),
     "a disk is nearly full": (
         lambda: see(healthy(), kafka=KAFKA._replace(disks=[Disk(1, "/data", 100 << 30, 1 << 30)])),
