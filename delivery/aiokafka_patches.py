@@ -8,6 +8,8 @@ While a partition has no leader, aiokafka requests metadata again as soon as it 
 refuses to give records, it fetches again at once. So a client waits after each of these.
 
 A broker that holds a client up by a quota says so in its answers, and aiokafka does not look at that. So it is noted.
+While a broker does not store a batch, aiokafka tries again, and tells nobody why. So a client has ``refused``: the code
+of the error by topic and partition number.
 
 aiokafka may drop a connection that the broker has ended, and not close it. Then its descriptor stays open until the
 garbage collector finds it. So such a connection is closed before.
@@ -55,6 +57,7 @@ from aiokafka.producer.message_accumulator import MessageAccumulator
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import _MemoryRecordsPy
 from aiokafka.structs import ConsumerRecord
@@ -145,10 +148,13 @@ _send: Callable[..., Awaitable[Any]] = AIOKafkaClient.send
 
 
 async def _paced_send(client: AIOKafkaClient, node_id: Any, request: Any, **options: Any) -> Any:
-    """aiokafka's own request to a node, with a pause after a fetch for which a partition got an error."""
+    """aiokafka's own request to a node. Notes what is refused; after a fetch with an error of a partition it pauses."""
     response = await _send(client, node_id, request, **options)
     delay_ms: int = getattr(response, "throttle_time_ms", 0)  # the oldest versions of some answers lack it
     QUOTAS.note(client._client_id, type(request).__name__, delay_ms / 1000)  # noqa: SLF001 - likewise
+    if request.API_KEY == ProduceRequest.API_KEY:
+        codes = {(topic, number): code for topic, partitions in response.topics for number, code, *_ in partitions}
+        client.refused = {tp: code for tp, code in (getattr(client, "refused", {}) | codes).items() if code}
     if request.API_KEY == FetchRequest.API_KEY and any(
         error_code for _, partitions in response.topics for _, error_code, *_ in partitions
     ):

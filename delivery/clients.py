@@ -20,6 +20,7 @@ from aiokafka.errors import (
     RequestTimedOutError,
     StaleMetadata,
     TransactionalIdAuthorizationFailed,
+    for_code,
 )
 
 from delivery import aiokafka_patches as aiokafka_patches  # for what it changes in aiokafka
@@ -61,6 +62,18 @@ def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
     client._message_accumulator._batch_ttl = math.inf  # noqa: SLF001 - there is no option
     client._request_timeout_ms = math.inf  # noqa: SLF001 - likewise; its other parts have their own
     return client
+
+
+def refusal(producer: Any, topic: str) -> str | None:
+    """Why Kafka does not store records of a topic now, as far as it says; None if it does, or says nothing."""
+    client, cluster = producer.client, producer.client.cluster
+    for (name, number), code in getattr(client, "refused", {}).items():
+        if name == topic:
+            return f"{topic} partition {number}: {describe(for_code(code)())}"
+    partitions = cluster.partitions_for_topic(topic) or set()
+    if leaderless := partitions.difference(cluster.available_partitions_for_topic(topic) or ()):
+        return f"{topic} partition {min(leaderless)} has no leader: `gpustream doctor` says more"
+    return None
 
 
 def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:

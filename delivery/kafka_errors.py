@@ -23,6 +23,8 @@ from aiokafka.errors import (
     InvalidSessionTimeoutError,
     InvalidTimestampError,
     MessageSizeTooLargeError,
+    NotEnoughReplicasAfterAppendError,
+    NotEnoughReplicasError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
     TransactionalIdAuthorizationFailed,
@@ -104,10 +106,15 @@ _DENIED = {
     ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
 }
 _SESSIONS = "group.min.session.timeout.ms and group.max.session.timeout.ms of its brokers allow 6s to 30m by default"
+_TOO_FEW_REPLICAS = (
+    "a record while fewer of its replicas are in sync than min.insync.replicas: `gpustream doctor` says of which topics"
+)
 _REFUSED = {
     InvalidSessionTimeoutError: f"this --session-timeout: {_SESSIONS}",
     InvalidTimestampError: "a time that is so far from its own: set this machine's clock right, and"
     " message.timestamp.type of the topic to LogAppendTime, as `gpustream topics create` does",
+    NotEnoughReplicasError: _TOO_FEW_REPLICAS,
+    NotEnoughReplicasAfterAppendError: _TOO_FEW_REPLICAS,
     MessageSizeTooLargeError: "a record of this size: set max.message.bytes of the topic to 4194304, as"
     " `gpustream topics create` does",
 }

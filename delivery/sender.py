@@ -26,7 +26,7 @@ from aiokafka.errors import (
 from aiokafka.partitioner import murmur2
 
 from delivery import opening
-from delivery.clients import backoff, close, producer, start_client
+from delivery.clients import backoff, close, producer, refusal, start_client
 from delivery.connection import Connection
 from delivery.kafka_errors import InvalidRecordError, describe
 from delivery.log_throttle import LogThrottle
@@ -147,6 +147,11 @@ class Sender:
         """How long the oldest record that is not acknowledged has waited, in seconds; 0 if there is none."""
         oldest = next(iter(self._unacknowledged), None)
         return asyncio.get_running_loop().time() - oldest.since_s if oldest is not None else 0.0
+
+    def refusal(self) -> str | None:
+        """Why Kafka does not take the oldest record that waits, as far as it says; None if it says nothing of that."""
+        oldest = next(iter(self._unacknowledged), None)
+        return None if oldest is None else refusal(self._producer, oldest.arguments["topic"])
 
     async def ready(self) -> None:
         """Wait until new records are accepted: a broker has answered, and no records are being sent again."""
@@ -290,6 +295,7 @@ class Sender:
 
 def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
     """Why records do not reach Kafka; empty if they do. ``what`` names the record that has waited for ``waited_s``."""
-    quota = f": {problem}" if (problem := QUOTAS.problem()) is not None else ""
-    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka{quota}"] if waited_s > UNREADY_AFTER_S else []
-    return sender.not_ready() or waiting
+    if (reasons := sender.not_ready()) or waited_s <= UNREADY_AFTER_S:
+        return reasons
+    cause = QUOTAS.problem() or sender.refusal()
+    return [f"{what} has waited {waited_s:.0f} s for Kafka{f': {cause}' if cause else ''}"]

@@ -37,8 +37,8 @@ class Pulse(msgspec.Struct, frozen=True):
 
     ``beat`` changes while the event loop runs. ``progress`` is any number that changes when work is done. ``turns``
     counts how often the reader has looked for records. ``working``: there are unfinished records. ``ready``: the reader
-    knows its positions. ``reachable`` counts the broker's answers: without them there can be no progress, and ending
-    the process would not help.
+    knows its positions. ``reachable`` counts the answers of a broker that takes what is sent: without them there can be
+    no progress, and ending the process would not help.
     """
 
     beat: int

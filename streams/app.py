@@ -216,7 +216,8 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
 class ReaderLoops(Service):  # type: ignore[misc]
     """The loops of the reader, as a service of the app: started after its agent, stopped before it.
-    ``beat`` and ``answers`` count, for the watchdog, how often the broker was asked and how often it answered."""
+    ``beat`` and ``answers`` count, for the watchdog, how often the broker was asked and how often it answered. An
+    answer while Kafka says that it does not take what was made of records does not count."""
 
     def __init__(self, app: ReaderApp) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ class ReaderLoops(Service):  # type: ignore[misc]
             elif asking.exception() is not None:
                 log.info("where the partitions end is not known: %r", asking.exception())
             else:
-                self.answers += 1
+                self.answers += self.app.sender.refusal() is None
                 if ledger.ready and epoch == ledger.epoch:
                     reader.stage.ends(asked_s, asking.result() if partitions else {})
             await asyncio.sleep(_ASK_PAUSE_S)

@@ -4,8 +4,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.errors import KafkaConnectionError, OutOfOrderSequenceNumber, ProducerClosed
 
 from delivery.connection import Connection
@@ -47,6 +49,7 @@ class FakeProducer:
     def __init__(self, cluster: Cluster, _: Connection, **settings: Any) -> None:
         self.cluster, self.settings = cluster, settings
         self.closed = False
+        self.client = SimpleNamespace(cluster=ClusterMetadata(), refused={})
         self.poisoned: set[tuple[str, int]] = set()
         self._batches: dict[tuple[str, int], list[tuple[bytes, asyncio.Future[StoredRecord]]]] = {}
         self._flushing: set[asyncio.Task[None]] = set()

@@ -25,6 +25,7 @@ from aiokafka.protocol.commit import OffsetFetchResponse_v3
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v4
 from aiokafka.protocol.group import HeartbeatRequest, HeartbeatResponse_v1
 from aiokafka.protocol.metadata import MetadataResponse_v5
+from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v1
 from aiokafka.record.default_records import (
     DefaultRecordBatch,
     DefaultRecordBatchBuilder,
@@ -106,6 +107,23 @@ async def test_a_client_waits_after_a_fetch_that_a_broker_refuses(
 
     assert await aiokafka.client.AIOKafkaClient.send(client, 1, request) is response
     assert pauses_s == pauses
+
+
+async def test_a_client_keeps_which_partitions_a_broker_does_not_store_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = SimpleNamespace(_client_id="c")
+
+    async def answer(**codes: int) -> dict[tuple[str, int], int]:
+        response = ProduceResponse_v1([(topic, [(1, code, 0)]) for topic, code in codes.items()], 0)
+        monkeypatch.setattr(aiokafka_patches, "_send", AsyncMock(return_value=response))
+        await aiokafka.client.AIOKafkaClient.send(client, 1, ProduceRequest(None, -1, 1000, []))
+        refused: dict[tuple[str, int], int] = client.refused
+        return refused
+
+    assert await answer(ticks=19, alerts=19) == {("ticks", 1): 19, ("alerts", 1): 19}
+    assert await answer(ticks=0) == {("alerts", 1): 19}
+    assert await answer(alerts=0) == {}
 
 
 @pytest.mark.parametrize(

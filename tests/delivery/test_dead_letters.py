@@ -17,7 +17,7 @@ async def test_a_letter_that_waits_for_kafka_is_reported_until_it_is_written_or_
 ) -> None:
     monkeypatch.setattr(sender_module, "UNREADY_AFTER_S", -1.0)
     sender = FakeSender(away=True)
-    sender.not_ready = list  # type: ignore[attr-defined]
+    sender.not_ready, sender.refusal = list, lambda: None  # type: ignore[attr-defined]
     letters, abandon = DeadLetters(sender, "sink"), asyncio.Event()  # type: ignore[arg-type]
     assert letters.not_ready() == []
     of_two_groups = [asyncio.create_task(letters.write(RECORD, "why", abandon)) for _ in range(2)]

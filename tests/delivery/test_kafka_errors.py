@@ -156,6 +156,7 @@ def test_a_session_timeout_that_the_brokers_refuse_is_named_with_their_limits() 
     ("error", "mend"),
     [
         (InvalidTimestampError(), "message.timestamp.type of the topic to LogAppendTime"),
+        (for_code(19)(), "min.insync.replicas: `gpustream doctor`"),
         (MessageSizeTooLargeError(), f"max.message.bytes of the topic to {MAX_MESSAGE_BYTES}"),
     ],
 )

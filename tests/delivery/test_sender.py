@@ -13,6 +13,7 @@ from aiokafka.errors import (
     UnknownError,
     for_code,
 )
+from aiokafka.structs import PartitionMetadata
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,6 +148,46 @@ def test_who_waits_because_of_a_quota_of_kafka_is_not_ready_for_that_reason(monk
         (reason,) = not_sent(sender, what="it", waited_s=31.0)
         assert reason.startswith("it has waited 31 s for Kafka: a quota of Kafka holds it up: raise its producer_byte")
         assert not_sent(sender, what="it", waited_s=1.0) == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("refused", "leader", "cause"),
+    [
+        (
+            {("t", 0): 19},
+            1,
+            "t partition 0: Kafka does not take a record while fewer of its replicas are in sync",
+        ),
+        (
+            {("t", 0): 20},
+            1,
+            "t partition 0: Kafka does not take a record while fewer of its replicas are in sync",
+        ),
+        ({}, -1, "t partition 0 has no leader: `gpustream doctor` says more"),
+        ({("other", 0): 19}, 1, None),
+    ],
+)
+def test_why_kafka_does_not_take_what_waits_is_said(
+    refused: dict[tuple[str, int], int], leader: int, cause: str | None
+) -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        (producer,) = cluster.producers
+        producer.client.refused = refused
+        producer.client.cluster._partitions["t"] = {0: PartitionMetadata("t", 0, leader, [], [], None)}
+        assert sender.refusal() is None  # nothing waits
+
+        cluster.away = asyncio.Event()
+        waiting = asyncio.ensure_future(send_all(sender, [b"a"]))
+        await asyncio.sleep(31)
+        refusal = sender.refusal() or ""
+        assert refusal.startswith(cause or "")
+        assert bool(refusal) == (cause is not None)
+        (reason,) = not_sent(sender, what="it", waited_s=sender.waited_s())
+        assert reason == "it has waited 31 s for Kafka" + (f": {refusal}" if refusal else "")
+        cluster.away.set()
+        await waiting
 
     play(scenario)
 

@@ -62,6 +62,9 @@ class FakeSender(Sender):
     def not_ready(self) -> list[str]:
         return [] if self.started else ["no Kafka broker has answered at 127.0.0.1:1 yet"]
 
+    def refusal(self) -> None:
+        return None
+
     async def ready(self) -> None:
         await self.taking.wait()
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka import Consumer
 
-from delivery import aiokafka_patches
+from delivery import aiokafka_patches, kafka_admin
 from delivery.quotas import Quotas
 from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
-from tests.eventually import LIMIT_S
+from tests.eventually import LIMIT_S, eventually
 from tests.real.contents import batches, codecs, values
 from tests.real.pipeline import read_all, sender_to
 from tests.real.servers import KafkaServer
@@ -43,6 +43,22 @@ async def test_a_record_that_kafka_finds_invalid_is_unsendable_and_stalls_nothin
         with pytest.raises(Unsendable):
             await asyncio.wait_for(without_a_key, 120)
         assert await asyncio.wait_for(good, 120) == 0
+
+
+async def test_why_kafka_does_not_store_what_waits_is_said_and_afterwards_it_is_stored(
+    oldest_kafka: KafkaServer,
+) -> None:
+    oldest_kafka.create_topics({"sender-waits": 1}, {"min.insync.replicas": "2"})  # Kafka 4 asks for what there is
+    async with sender_to(oldest_kafka.connection) as sender:
+        sent = await sender.send("sender-waits", b"a")
+        refusal = await eventually(sender.refusal)
+        assert refusal.startswith(
+            "sender-waits partition 0: Kafka does not take a record while fewer of its replicas are"
+        )
+        async with kafka_admin.connect(oldest_kafka.connection) as admin:
+            await admin.alter("sender-waits", {"min.insync.replicas": "1"})
+        assert await sent == 0
+        assert sender.refusal() is None
 
 
 async def test_a_record_without_a_value_is_stored_with_its_key(kafka: KafkaServer) -> None:

@@ -82,6 +82,20 @@ async def test_a_start_may_last_as_long_as_the_group_waits_for_a_member_that_was
     assert [reason for pulse in joining if (reason := detector.check(pulse))] == []
 
 
+@pytest.mark.parametrize("refusal", ["gpu.attributed partition 0: not enough replicas", None])
+async def test_records_that_wait_because_kafka_refuses_what_was_made_of_them_are_no_stall(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, refusal: str | None
+) -> None:
+    detector = StallDetector(bench.app.deadlines)
+    monkeypatch.setattr(bench.app.sender, "refusal", lambda: refusal)
+    bench.admit()
+    reasons = []
+    for _ in range(200):
+        await ask(bench, 7)
+        reasons.append(detector.check(bench.app._pulse()))
+    assert any(reasons) == (refusal is None)
+
+
 # -- finishing
 
 
