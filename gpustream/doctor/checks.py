@@ -198,22 +198,19 @@ def _gap_finding(
         shown_by += f"; producers that were asked have dropped {drops}"
     if buffered_ms >= BUFFERED_MS:
         cause = (
-            "the node's buffer dropped them: it could not send for longer than the buffer holds"
-            f" (the next tick had waited {duration_words(buffered_ms)})"
-        )
-        next_step = (
-            "find out why Kafka could not be reached then; --buffer and --buffer-size of the producer say how long an"
-            " outage it rides out"
+            f"the node's buffer dropped them, if it holds no more than the {duration_words(buffered_ms)} that the next"
+            " tick had waited; otherwise Kafka refused them, or has lost them"
         )
     else:
         cause = (
             f"{NOT_KNOWN}: the node could send at the time, so they were too large, refused or could not be written, or"
             " Kafka has lost them"
         )
-        next_step = (
-            "gpustream_producer_ticks_dropped_total at the producer's /metrics says what it dropped, by reason"
-            " (--metrics); if it dropped none, look for an unclean leader election in the broker's log"
-        )
+    next_step = (
+        "gpustream_producer_ticks_dropped_total at the producer's /metrics says what it dropped, by reason (--metrics);"
+        " --buffer and --buffer-size say how long an outage it rides out; if it dropped none, look for an unclean"
+        " leader election in the broker's log"
+    )
     return Finding(f"{name}: {counted(missing, 'tick')} missing in {samples.TOPIC.name}", cause, shown_by, next_step)
 
 

@@ -106,7 +106,7 @@ def without(records: Iterable[Record], *seqs: int) -> list[Record]:
     return [record for record in records if record.value not in lost]
 
 
-def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
+def test_a_gap_after_which_ticks_were_old_is_the_buffers_if_that_holds_no_more_and_else_kafkas() -> None:
     records = [
         record._replace(timestamp=record.timestamp + 90_000) if record == sample(20) else record
         for record in without(healthy(), *range(5, 20))
@@ -114,8 +114,9 @@ def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
 
     finding = only_finding(see(records))
     assert finding.finding == "c/n: 15 ticks missing in gpu.samples"
-    assert finding.cause.startswith("the node's buffer dropped them")
-    assert "1m 30s" in finding.cause
+    assert finding.cause.startswith("the node's buffer dropped them, if it holds no more than the 1m 30s that")
+    assert "Kafka refused them, or has lost them" in finding.cause
+    assert "gpustream_producer_ticks_dropped_total" in finding.next
     assert f"run {RUN}, seq 5-19;" in finding.evidence
 
 
