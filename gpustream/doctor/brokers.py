@@ -157,7 +157,8 @@ def topics(situation: Situation) -> CheckResult:
         for mismatch in kafka.mismatches
         if mismatch.subject != topic_admin.NUMBER_OF_PARTITIONS
     ]
-    findings += [*_layout_findings(kafka), *_transaction_findings(situation)]
+    findings += [*_unwritable_findings(kafka), *_replica_findings(kafka), *_size_findings(kafka)]
+    findings += _transaction_findings(situation)
     summary = (
         "as they must be"
         if not kafka.settings_error
@@ -166,10 +167,8 @@ def topics(situation: Situation) -> CheckResult:
     return CheckResult(f"{counted(len(findings), 'mistake')}" if findings else summary, findings)
 
 
-def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
-    """Findings for partitions that take no records, and for topics that lose records because of their size."""
-    limited: list[str] = []
-    unattainable: list[str] = []
+def _unwritable_findings(kafka: Kafka) -> Iterator[Finding]:
+    """Findings for partitions that take no records."""
     for name, layout in kafka.topics.items():
         if layout.leaderless:
             yield Finding(
@@ -179,11 +178,7 @@ def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
                 f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
                 "start these brokers; what comes for these partitions waits in the producers' buffers until then",
             )
-        settings = layout.settings or {}
-        min_in_sync = int(settings.get("min.insync.replicas", "1") or 1)
-        if 0 < layout.replicas < min_in_sync:
-            unattainable.append(f"{kafka.prefix}{name}: {min_in_sync} of {layout.replicas}")
-            min_in_sync = layout.replicas
+        min_in_sync = min(_min_in_sync(layout), layout.replicas)
         too_few_replicas = [
             number
             for number, count in layout.in_sync.items()
@@ -196,9 +191,21 @@ def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
                 f"partitions {', '.join(map(str, too_few_replicas[:20]))}",
                 "start the brokers that are missing, or see why their replicas do not follow",
             )
-        limit = settings.get("retention.bytes") or "-1"
-        if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
-            limited.append(f"{kafka.prefix}{name}: {limit}")
+
+
+def _min_in_sync(layout: kafka_admin.TopicDescription) -> int:
+    return int((layout.settings or {}).get("min.insync.replicas", "1") or 1)
+
+
+def _replica_findings(kafka: Kafka) -> Iterator[Finding]:
+    """Findings for topics that have fewer replicas than they are to have, and take records nevertheless."""
+    unattainable, lacking = list[str](), list[str]()
+    for name, layout in kafka.topics.items():
+        if 0 < layout.replicas < _min_in_sync(layout):
+            unattainable.append(f"{kafka.prefix}{name}: {_min_in_sync(layout)} of {layout.replicas}")
+        fewest = min(layout.in_sync.values(), default=layout.replicas)
+        if not layout.leaderless and min(_min_in_sync(layout), layout.replicas) <= fewest < layout.replicas:
+            lacking.append(f"{kafka.prefix}{name}: {fewest} of {layout.replicas}")
     if unattainable:
         yield Finding(
             f"min.insync.replicas of {counted(len(unattainable), 'topic')} is above the number of replicas",
@@ -207,6 +214,23 @@ def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
             ", ".join(unattainable),
             "give them more replicas (`kafka-reassign-partitions.sh`), or set min.insync.replicas lower",
         )
+    if lacking:
+        yield Finding(
+            f"not all replicas of {counted(len(lacking), 'topic')} are in sync",
+            "a broker is down, as one whose disk is full, or it does not follow; or replicas are being moved",
+            f"{', '.join(lacking)}; brokers {', '.join(map(str, sorted(kafka.brokers)))} answer",
+            "start the brokers that are missing; all goes on meanwhile, but if another one fails, it may not",
+        )
+
+
+def _size_findings(kafka: Kafka) -> Iterator[Finding]:
+    """Findings for topics that lose records because of their size."""
+    limited: list[str] = []
+    for name, layout in kafka.topics.items():
+        settings = layout.settings or {}
+        limit = settings.get("retention.bytes") or "-1"
+        if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
+            limited.append(f"{kafka.prefix}{name}: {limit}")
     if limited:
         yield Finding(
             f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",

@@ -317,6 +317,15 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         ),
         "min.insync.replicas of 1 topic is above the number of replicas | before 3.7 | gpu.samples: 2 of 1 | lower",
     ),
+    "a broker is down, and all goes on": (
+        lambda: see(
+            healthy(),
+            kafka=KAFKA._replace(
+                topics={"gpu.samples": TopicDescription(2, {"min.insync.replicas": "2"}, (), {0: 3, 1: 2}, replicas=3)}
+            ),
+        ),
+        "not all replicas of 1 topic are in sync | a broker is down | gpu.samples: 2 of 3; brokers | start",
+    ),
     "a disk is nearly full": (
         lambda: see(healthy(), kafka=KAFKA._replace(disks=[Disk(1, "/data", 100 << 30, 1 << 30)])),
         "broker 1: the disk of /data | nearly full | 1.0 GiB of 100.0 GiB",
