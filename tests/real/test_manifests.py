@@ -908,10 +908,13 @@ def test_the_api_server_keeps_what_is_rendered_as_it_is(cluster: Cluster, overla
 
 
 def differing(said: Any, kept: Any, path: str = "") -> list[str]:
-    """Where an object lacks something of another one, or has something else."""
+    """Where an object lacks something of another one, or has something else; or what kind a part of it is, unsaid."""
     if isinstance(said, Mapping) and isinstance(kept, Mapping):
+        kinds = dict.fromkeys(kept.keys() & {"kind"}, "(none)")
         return [
-            found for key, value in said.items() for found in differing(value, kept.get(key, "(none)"), f"{path}.{key}")
+            found
+            for key, value in {**kinds, **said}.items()
+            for found in differing(value, kept.get(key, "(none)"), f"{path}.{key}")
         ]
     if isinstance(said, list) and isinstance(kept, list) and len(said) == len(kept):
         return [
