@@ -46,7 +46,7 @@ NEEDS = {
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 ANY_LIST: dict[str, Any] = {"type": "array"}
 TEXT: dict[str, Any] = {"type": "string"}
-TEXTS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+TEXTS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 SWITCH: dict[str, Any] = {"type": "boolean"}
 COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 
@@ -65,6 +65,20 @@ def kubernetes_object(field_names: str, texts: str = "") -> dict[str, Any]:
     """The schema of an object of Kubernetes with these fields, of any content, and these texts, and no others."""
     fields: dict[str, dict[str, Any]] = {name: {} for name in field_names.split()}
     return object_of(**fields, **{name: {"type": ["string", "null"]} for name in texts.split()})
+
+
+def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a value that may be empty, and whose properties may: so a site's file of values takes away what one
+    before it has. Helm itself takes away only what the chart's values.yaml has."""
+    changed = dict(schema)
+    if "enum" in schema:
+        changed["enum"] = [*schema["enum"], None]
+    if "type" in schema:
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        changed["type"] = [*kinds, "null"]
+    if "properties" in schema:
+        changed["properties"] = {name: or_null(value) for name, value in schema["properties"].items()}
+    return changed
 
 
 def list_of(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
@@ -305,7 +319,7 @@ def options_of(command: click.Command) -> dict[str, Any]:
             kind: dict[str, Any] = {"type": ["string", "number", "boolean", *(["array"] if takes_several else [])]}
             if isinstance(option.type, click.Choice) and not option.multiple:
                 kind = {"enum": list(option.type.choices)}
-            properties[option.opts[0].removeprefix("--")] = doc(kind, " ".join((option.help or "").split()))
+            properties[option.opts[0].removeprefix("--")] = doc(or_null(kind), " ".join((option.help or "").split()))
     return properties
 
 
@@ -345,7 +359,7 @@ def schema(values: Mapping[str, Any]) -> dict[str, Any]:
             **components,
             **OF_THE_PARENT,
         ),
-        "definitions": POD_VALUES,
+        "definitions": {name: or_null(value) for name, value in POD_VALUES.items()},
     }
     require_defaults(values_schema, values)
     for name in ("defaults", *COMPONENTS):  # a reference has no room for what is required of one component

@@ -1191,6 +1191,37 @@ def test_an_empty_list_or_map_of_values_is_none(tmp_path: Path) -> None:
     assert "tolerations" not in node["spec"]
 
 
+def test_an_empty_value_takes_away_what_a_file_of_values_before_it_has(tmp_path: Path) -> None:
+    kept: Manifest = {"attribution": {"resources": {"limits": {"memory": "2Gi"}}}}
+    of_all: Manifest = {
+        "options": {"topic-prefix": "gpus."},
+        "commonLabels": {"team": "ml"},
+        "defaults": {"podLabels": {"team": "ml"}},
+        "attribution": {
+            "nodeSelector": {"pool": "system"},
+            "tolerations": [{"operator": "Exists"}],
+            "resources": {"limits": {"cpu": "2"}},
+            "autoscaling": {"maxReplicas": 8},
+            "options": {"grace": "20s", "compression": "none"},
+        },
+    }
+    files = [
+        values_of_a_site(tmp_path / f"{number}.yaml", site)
+        for number, site in enumerate((kept, of_all, emptied(of_all)))
+    ]
+    without, layered = (
+        helm("template", "gpustream", CHART, *(part for file in some for part in ("--values", file)))
+        for some in (files[:1], files)
+    )
+    assert layered.returncode == 0, layered.stderr
+    assert layered.stdout == without.stdout
+
+
+def emptied(values: Manifest) -> Manifest:
+    """The same values, each of them empty."""
+    return {name: emptied(value) if isinstance(value, dict) else None for name, value in values.items()}
+
+
 def test_a_label_that_yaml_takes_for_a_switch_or_a_number_is_a_text(tmp_path: Path) -> None:
     site: Manifest = {
         "commonLabels": {"gpu": True},
@@ -1305,6 +1336,13 @@ def test_pods_of_alerts_restart_when_their_rules_change_and_no_others(tmp_path: 
     ]
     one, two = by_rules
     assert {name for name in one if one[name] != two[name]} == {"alerts"}
+
+
+def test_the_text_of_the_rules_is_in_their_file_to_its_last_byte(tmp_path: Path) -> None:
+    for text in ("# one\n", "# two", 'a = "<b> & c"\n\n'):
+        values = values_of_a_site(tmp_path / "values.yaml", {"alerts": {"rules": text}})
+        (rules,) = config_maps_in(chart(values)).values()
+        assert rules == {"rules.toml": text}
 
 
 def test_a_variable_that_a_site_sets_itself_takes_the_place_of_the_charts(tmp_path: Path) -> None:

@@ -24,20 +24,36 @@ its name, and a Service may not. */ -}}
 {{- .Values.fullnameOverride | default $ofRelease | replace "." "-" | trunc 38 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* In: values. Out: the same, without what is null, at any depth: Helm takes away a value of values.yaml that another
+file sets to null, and leaves the null in place of one that only the site's own files have. */ -}}
+{{- define "gpustream.without-null" -}}
+{{- $kept := dict }}
+{{- range $name, $value := . }}
+{{- if kindIs "map" $value }}
+{{- $value = include "gpustream.without-null" $value | fromJson }}
+{{- end }}
+{{- if not (kindIs "invalid" $value) }}
+{{- $_ := set $kept $name $value }}
+{{- end }}
+{{- end }}
+{{- toJson $kept }}
+{{- end }}
+
 {{- /* In: [root, component]. Out: the settings of a component over those of all, with its name and what it is. */ -}}
 {{- define "gpustream.settings" -}}
 {{- $root := index . 0 }}
 {{- $key := index . 1 }}
 {{- $name := kebabcase $key }}
 {{- $settings := dict "name" $name "fullname" (printf "%s-%s" (include "gpustream.fullname" $root) $name) }}
-{{- $own := index $root.Values $key }}
-{{- range $values := list (get (include "gpustream.components" $root | fromYaml) $key) $root.Values.defaults $own }}
+{{- $own := include "gpustream.without-null" (index $root.Values $key) | fromJson }}
+{{- $of_all := include "gpustream.without-null" $root.Values.defaults | fromJson }}
+{{- range $values := list (get (include "gpustream.components" $root | fromYaml) $key) $of_all $own }}
 {{- range $setting, $value := $values }}
-{{- $_ := set $settings $setting (kindIs "map" $value | ternary (deepCopy $value) $value) }}
+{{- $_ := set $settings $setting $value }}
 {{- end }}
 {{- end }}
 {{- /* One by one, and not by merge: that takes false and 0 for not set. */ -}}
-{{- $autoscaling := deepCopy $root.Values.defaults.autoscaling }}
+{{- $autoscaling := $of_all.autoscaling }}
 {{- range $setting, $value := $own.autoscaling }}
 {{- $_ := set $autoscaling $setting $value }}
 {{- end }}
@@ -63,7 +79,7 @@ app.kubernetes.io/component: {{ . }}
 {{- /* In: labels or annotations. Out: the same, and each value is a text: Helm takes true and 1 for something else, and
 the API server refuses that. */ -}}
 {{- define "gpustream.texts" -}}
-{{- range $name, $value := . }}
+{{- range $name, $value := include "gpustream.without-null" . | fromJson }}
 {{ $name | quote }}: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
 {{- end }}
 {{- end }}
@@ -212,7 +228,8 @@ option can be repeated; else commas are between them. A number is written as JSO
 {{- end }}
 {{- /* One by one, as above. */ -}}
 {{- $options := dict }}
-{{- range $some := list $known (eq $c.kind "Job" | ternary (omit $root.Values.options "listen" "cluster") $root.Values.options) ($c.options | default dict) }}
+{{- $of_all := include "gpustream.without-null" $root.Values.options | fromJson }}
+{{- range $some := list $known (eq $c.kind "Job" | ternary (omit $of_all "listen" "cluster") $of_all) ($c.options | default dict) }}
 {{- range $option, $value := $some }}
 {{- $_ := set $options $option $value }}
 {{- end }}
