@@ -169,7 +169,9 @@ COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "node": {
         "serviceAccount": SERVICE_ACCOUNT,
         "maxUnavailable": doc({"type": ["string", "integer"]}, "Nodes that are updated at once."),
-        "kubeletDirectory": doc(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
+        "kubeletDirectory": doc(
+            {**TEXT, "pattern": "^/"}, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."
+        ),
         "resourceQuota": doc(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
     },
     "cluster": {
@@ -238,7 +240,7 @@ GLOBAL_VALUES: dict[str, dict[str, Any]] = {
     ),
     "keda": object_of(
         enabled=doc(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
-        pollingInterval=doc(COUNT, "Seconds."),
+        pollingInterval=doc({**COUNT, "minimum": 1}, "Seconds."),
         authentication=doc(
             TEXT, "A TriggerAuthentication of yours, for a Kafka with TLS or SASL; with `strimzi.users` it has a user."
         ),
@@ -316,7 +318,8 @@ def options_of(command: click.Command) -> dict[str, Any]:
     for option in command.params:
         if isinstance(option, click.Option) and option.envvar:
             takes_several = option.multiple or "[,...]" in option.type.name
-            kind: dict[str, Any] = {"type": ["string", "number", "boolean", *(["array"] if takes_several else [])]}
+            scalars = ["string", "number", *(["boolean"] if isinstance(option.type, click.types.BoolParamType) else [])]
+            kind: dict[str, Any] = {"type": [*scalars, *(["array"] if takes_several else [])]}
             if isinstance(option.type, click.Choice) and not option.multiple:
                 kind = {"enum": list(option.type.choices)}
             properties[option.opts[0].removeprefix("--")] = doc(or_null(kind), " ".join((option.help or "").split()))

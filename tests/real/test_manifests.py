@@ -1572,6 +1572,10 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
         ("node.resources.limit.cpu=1", "additional properties 'limit' not allowed"),
         ("image.digest=sha256:12", "does not match pattern"),
         ("remoteWrite.options.protocol=3", "value must be one of"),
+        ("options.cluster=false", "at '/options/cluster': got boolean"),  # a YAML "no"
+        ("cluster.options.lease=false", "at '/cluster/options/lease': got boolean"),  # a YAML "off"
+        ("keda.pollingInterval=0", "at '/keda/pollingInterval': minimum"),
+        ("node.kubeletDirectory=var/lib/kubelet", "at '/node/kubeletDirectory'"),
         (r"commonLabels.app\.kubernetes\.io/name=x", "commonLabels: app.kubernetes.io/name is set by the chart"),
         (r"node.podLabels.app\.kubernetes\.io/component=x", "podLabels of node: app.kubernetes.io/component is set by"),
         (
