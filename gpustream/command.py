@@ -103,6 +103,12 @@ def _misspelt_variables(option_names: Iterable[str]) -> list[str]:
     ]
 
 
+def _argument_of(args: list[str], name: str) -> str:
+    """The argument in which click found an option that the command lacks: ``--nmae=x``, or ``-hn`` for ``-n``."""
+    written = re.compile(rf"-[^-=]*{re.escape(name[1:])}" if len(name) == 2 else rf"{re.escape(name)}(=|$)")
+    return next(arg for arg in args if written.match(arg))
+
+
 class HelpFormatter(click.HelpFormatter):
     """Writes help as click does, but breaks no line after a hyphen: ``--stale-after`` and
     ``gpustream-sink-scrape`` stay whole, to be found and copied."""
@@ -174,8 +180,10 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses everything, then raises :class:`UsageErrors` if anything was wrong."""
-        ctx.ignore_unknown_options = ctx.allow_extra_args = True
+        ctx.allow_extra_args = True
+        args = list(args)
         errors: list[str] = []
+        unknown: list[str] = []
         without_value: set[str | None] = set()
         while True:
             try:
@@ -185,8 +193,11 @@ class Command(click.Command):
                 errors.append(error.format_message())
                 without_value.add(error.option_name)
                 args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
+            except click.NoSuchOption as error:  # not left to click, which can take it for a file or another argument
+                argument = _argument_of(args, error.option_name)
+                unknown.append(argument.partition("=")[0])
+                args.remove(argument)
         errors += [error for error in ctx.meta.get(_ERRORS, ()) if without_value.isdisjoint(_OPTION.findall(error))]
-        unknown = [arg.partition("=")[0] for arg in extra_args if arg.startswith("-") and arg != "-"]
         valid_names = [name for param in self.get_params(ctx) for name in param.opts]
         errors += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments

@@ -12,7 +12,7 @@ from delivery.settings import DURATION, HEADER, ComponentSpec, KafkaSettings, Op
 from delivery.values import Address
 from gpustream import command
 from gpustream.cli import main
-from gpustream.command import Command, ProcessSettings, options
+from gpustream.command import Argument, Command, ProcessSettings, options
 from gpustream.output import failed, show
 from gpustream.serve import Component
 from sinks import SINKS
@@ -103,6 +103,37 @@ def test_surplus_arguments_are_errors() -> None:
 
     assert "3 mistakes" in result.stderr
     assert "Got an unexpected argument 'two'" in result.stderr
+
+
+@click.command(cls=Command)
+@click.argument("path", cls=Argument)
+def reading(path: str) -> None:
+    """A command that reads a file."""
+    click.echo(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("--no-such", "--no-such"),
+        ("--no-such=1", "--no-such"),
+        ("-x", "-x"),
+        ("-path", "-path"),
+        ("-hx=1", "-hx"),
+    ],
+)
+@pytest.mark.parametrize("others", [["rules.toml"], []])
+def test_an_unknown_option_is_not_taken_for_an_argument(written: str, said: str, others: list[str]) -> None:
+    result = CliRunner().invoke(reading, [written, *others])
+
+    assert result.exit_code == 2
+    assert f"No such option '{said}'." in result.stderr
+    assert "unexpected" not in result.stderr
+
+
+def test_an_argument_may_begin_with_a_hyphen_after_two_of_them() -> None:
+    assert CliRunner().invoke(reading, ["--", "--no-such"]).stdout == "--no-such\n"
+    assert CliRunner().invoke(reading, ["-"]).stdout == "-\n"
 
 
 def test_help_wins_over_errors() -> None:
