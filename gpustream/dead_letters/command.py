@@ -7,8 +7,10 @@ On failure: a broker that does not answer is a sentence and exit code 1.
 
 import base64
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import click
@@ -48,6 +50,12 @@ from topics.times import time_of
 from topics.topic import UNDECODABLE
 
 _FOREVER_S = 365 * 86_400.0
+
+_MAX_DEPTH = 1000
+"""A record that nests more deeply is shown without line breaks: 64 KiB of brackets would be 4 GiB of text.
+
+Before Python 3.12 msgspec refuses what nests more deeply than calls of Python may; in 3.14 it refuses hardly anything.
+"""
 
 _LETTER = Text("PARTITION:OFFSET", letter_id, "0:17")
 
@@ -212,10 +220,16 @@ def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:
     yield f"record    {size}" if len(value) == letter.cause.length else f"record    the first {len(value)} of {size}"
     yield f"again     {f'no: {reason}' if reason else 'it can be sent again: `gpustream dead-letters resubmit`'}"
     yield ""
-    try:
-        yield from msgspec.json.format(value).decode().split("\n")  # with its own digits: they may be what is wrong
+    try:  # with its own digits: they may be what is wrong
+        yield from msgspec.json.format(value, indent=-1 if _depth(value) > _MAX_DEPTH else 2).decode().split("\n")
     except UNDECODABLE:
         yield repr(value)[2:-1]
+
+
+def _depth(value: bytes) -> int:
+    """How deeply the lists and objects of a JSON text are nested."""
+    brackets = re.sub(rb'(?s)"(?:[^"\\]++|\\.)*+"?|[^][{}"]++', b"", value)
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 @dead_letters.command(

@@ -1,6 +1,7 @@
 """Which letters are looked at, what is said of several, and what an old tick that comes again means to its readers."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -151,6 +152,24 @@ def test_readers_that_had_a_newer_tick_of_its_run_drop_it_and_others_take_it() -
 def test_a_record_that_can_not_be_written_as_json_is_shown_as_it_is(value: bytes) -> None:
     *_, shown = _as_text(letter(0)._replace(value=value), value, None)
     assert shown == repr(value)[2:-1]
+
+
+def test_the_brackets_in_the_texts_of_a_record_do_not_nest_it() -> None:
+    value = b'{"error": "\\"' + b"[{" * 1000 + b'", "seq": 1}'
+    *_, first, _, seq, last = _as_text(letter(0), value, None)
+
+    assert (first, seq, last) == ("{", '  "seq": 1', "}")
+
+
+def test_a_record_that_nests_deeply_is_shown_without_line_breaks() -> None:
+    deep, limit = b"[" * 1001 + b"]" * 1001, sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)  # as newer Pythons: msgspec decodes it
+    try:
+        *_, shown = _as_text(letter(0), deep, None)
+    finally:
+        sys.setrecursionlimit(limit)
+
+    assert shown == deep.decode()
 
 
 def test_a_record_is_shown_with_its_own_digits() -> None:
