@@ -1,6 +1,7 @@
 """The parts of a release: .ci/dist, and .github/workflows/release.yml, which a tag starts."""
 
 import hashlib
+import io
 import os
 import re
 import subprocess
@@ -69,6 +70,34 @@ def test_the_wheel_has_every_package_and_no_test(builds: list[Path]) -> None:
     assert {"streams/alerts/rules/defaults.toml", "topics/schemas/gpu.samples.json"} <= inside
     page = ROOT / "sinks" / "page" / "static"
     assert {f"sinks/page/static/{file.name}" for file in page.iterdir()} <= inside
+
+
+@pytest.mark.slow
+def test_an_sdist_has_no_test_and_makes_the_same_wheel(builds: list[Path], tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as commit:
+        commit.extractall(tree, filter="tar")
+    with tarfile.open(tmp_path / _built("sdist", tree, tmp_path)) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    again = zipfile.ZipFile(tmp_path / _built("wheel", tmp_path / f"gpustream-{VERSION}", tmp_path))
+    (wheel,) = map(zipfile.ZipFile, builds[0].glob("*.whl"))
+
+    assert not any(name.startswith("tests") for name in names)
+    assert {"producers/node/pods.proto", "CHANGELOG.md", "SECURITY.md", "LICENSE"} <= names
+    assert {name: again.read(name) for name in again.namelist()} == {
+        name: wheel.read(name) for name in wheel.namelist()
+    }
+
+
+def _built(form: str, tree: Path, folder: Path) -> str:
+    """The name of the file that a tree is built to. setuptools may have nothing to warn of."""
+    program = f"from setuptools import build_meta; print(build_meta.build_{form}({str(folder)!r}))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True, text=True)
+    assert "Warning" not in result.stderr + result.stdout
+    return result.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
