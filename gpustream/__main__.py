@@ -30,13 +30,19 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        cli.main(prog_name="gpustream")
+        try:
+            cli.main(prog_name="gpustream")
+        finally:  # here it can be reported: where Python does it, at the end, it is another exit code
+            sys.stdout.flush()
     except OSError as error:
         if (sentence := command.output_failure(error)) is None:
             raise
-        sys.stderr.write(f"gpustream: {sentence}\n")
+        ended = error.__context__
+        code = ended.code if isinstance(ended, SystemExit) else None
+        if not code:  # a command that failed has said why
+            sys.stderr.write(f"gpustream: {sentence}\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what was not written is tried again at the exit
-        sys.exit(1)
+        sys.exit(code or 1)
 
 
 def _end(number: int, _: FrameType | None) -> None:

@@ -166,8 +166,9 @@ def run(
 
 def _flush_and_exit(code: int, exit_process: Exit) -> None:
     """Flushes the output and ends the process, even if threads or tasks hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # as on a full disk, which was reported when it was written to
+            stream.flush()
     exit_process(code)
 
 

@@ -321,12 +321,13 @@ runpy.run_module("gpustream", run_name="__main__")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["rules", "show"], ["--version"], ["run", "--help"]], ids=" ".join)
-def test_a_full_disk_is_an_error_of_one_line(arguments: list[str]) -> None:
+def test_a_full_disk_is_an_error_of_one_line(arguments: list[str], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "gpustream", *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "gpustream", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        result = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
 
     assert (result.returncode, result.stderr) == (1, "gpustream: can't write: No space left on device\n")
 

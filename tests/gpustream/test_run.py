@@ -93,10 +93,12 @@ def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:
     assert "the embedded broker ended" in err
 
 
-def test_a_summary_that_cannot_be_written_is_one_sentence_and_exit_code_1(port: int) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_summary_that_cannot_be_written_is_one_sentence_and_exit_code_1(port: int, unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
             _options(port, "--duration", "1s"),
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -98,9 +98,10 @@ THREADS = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("output", ["print('the end')", "sys.stdout = open('/dev/full', 'w'); print('lost')"])
 @pytest.mark.parametrize("start", THREADS)
-def test_a_thread_that_will_not_end_does_not_keep_the_process(start: str) -> None:
-    process = _process(f"{start}; return 3", within=3600)
+def test_a_thread_that_will_not_end_does_not_keep_the_process(start: str, output: str) -> None:
+    process = _process(f"{start}; {output}; return 3", within=3600)
     process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 3
