@@ -193,13 +193,20 @@ async def _send_checked(coordinator: GroupCoordinator, request: Any) -> Any:
 
 GroupCoordinator._send_req = _send_checked  # noqa: SLF001 - likewise
 _do_commit_offsets: Callable[..., Awaitable[None]] = GroupCoordinator._do_commit_offsets  # noqa: SLF001 - likewise
+_log_of_shield: Callable[[asyncio.Task[Any]], None] | None = getattr(asyncio.tasks, "_log_on_exception", None)
+"""In Python 3.14 and later: what ``asyncio.shield`` has a task do at its end if the caller was cancelled."""
 
 
 async def _commit_offsets(coordinator: GroupCoordinator, *args: Any) -> None:
-    """aiokafka's own commit, in a task that goes on if its caller is cancelled: then nobody retrieves its error."""
-    if (task := asyncio.current_task()) is not None:
+    """aiokafka's own commit, in a task that goes on if its caller is cancelled: then nobody needs its error."""
+    task = asyncio.current_task()
+    if task is not None:
         task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-    await _do_commit_offsets(coordinator, *args)
+    try:
+        await _do_commit_offsets(coordinator, *args)
+    finally:
+        if task is not None and _log_of_shield is not None:
+            task.remove_done_callback(_log_of_shield)
 
 
 GroupCoordinator._do_commit_offsets = _commit_offsets  # noqa: SLF001 - likewise
