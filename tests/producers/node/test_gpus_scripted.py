@@ -195,6 +195,7 @@ async def test_maxima_license_and_links_are_reported_and_absent_if_nvml_does_not
 async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> None:
     await node.open()
     await node.read()
+    await eventually(lambda: "nvmlEventSetCreate" in {call.function for call in node.nvml.calls()})
     calls = node.nvml.calls()
     assert threading.get_native_id() not in {call.thread for call in calls}
     (events,) = {call.thread for call in calls if call.function == "nvmlEventSetCreate"}
