@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from delivery.kubernetes.client import Answer, Client, Unreachable
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
 from producers.cluster.lease import LeaderElector, LeaseRecord, Stuck, acquired, decode_lease, encode_spec
+from tests import clock
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
@@ -470,26 +472,50 @@ async def test_a_403_says_which_rule_is_missing(
         (lambda _: None, "no answer within 0.4 s"),
     ],
 )
-async def test_a_leader_that_stops_leading_logs_why_it_could_not_renew(
-    join: Join,
+def test_a_leader_that_stops_leading_logs_why_it_could_not_renew(
     fails: Callable[[object], Exception | None],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "CALL_WITHIN_S", 0.4)
-    first = join("a", give_up_s=1.0)
-    await first.until_leading()
-
-    async def request(*_: Any, timeout_s: float, **_named: Any) -> Answer:
+    async def request(method: str, _: str, *, body: bytes | None, timeout_s: float) -> Answer:
+        if method == "GET":
+            return Answer(404, b"{}", None)
+        if method == "POST":
+            lease = msgspec.json.decode(body or b"")
+            return Answer(201, msgspec.json.encode(lease | {"metadata": {"resourceVersion": "1"}}), None)
         if (error := fails(None)) is not None:
             raise error
         await asyncio.sleep(timeout_s * 10)
         raise AssertionError("waited for too long")
 
-    monkeypatch.setattr(first.client, "request", request)
-    await eventually(lambda: not first.lease.leading)
-    (message,) = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
+    async def lead_until_it_fails() -> None:
+        api: Any = SimpleNamespace(request=request)
+        elector = LeaderElector(
+            api,
+            Instruments(names.INSTRUMENTS),
+            namespace="gpu",
+            name="leader",
+            identity="a",
+            duration_s=4.0,
+            renew_s=0.1,
+            give_up_s=1.0,
+            now_us=lambda: NOW_US,
+        )
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+        stop = asyncio.Event()
+
+        async def work(_: int) -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                stop.set()
+
+        await elector.run(work, stop)
+
+    monkeypatch.setattr(module, "CALL_WITHIN_S", 0.4)
+    clock.run(lead_until_it_fails())
+    (message,) = [message for message in caplog.messages if "no longer leading" in message]
     assert message == f"no longer leading: the lease could not be renewed for 1 s: {reason}"
 
 
