@@ -357,7 +357,7 @@ async def test_a_gpu_whose_quick_reading_comes_too_late_for_its_tick_is_not_call
     assert (await bench.states(0.1))["GPU-1"] == "timeout"
     await bench.until_idle()
     await bench.read(0.1)
-    (reason,) = bench.gpus.not_ready()
+    (reason,) = [reason for reason in bench.gpus.not_ready() if "(GPU-1)" in reason]  # others may be late, too
     assert "GPU 1 (GPU-1) was read too late" in reason
     assert "too little CPU" in reason
 
