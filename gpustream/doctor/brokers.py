@@ -178,7 +178,7 @@ def _unwritable_findings(kafka: Kafka) -> Iterator[Finding]:
                 f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
                 "start these brokers; what comes for these partitions waits in the producers' buffers until then",
             )
-        min_in_sync = min(_min_in_sync(layout), layout.replicas)
+        min_in_sync = _effective_min_in_sync(layout)
         too_few_replicas = [
             number
             for number, count in layout.in_sync.items()
@@ -197,6 +197,11 @@ def _min_in_sync(layout: kafka_admin.TopicDescription) -> int:
     return int((layout.settings or {}).get("min.insync.replicas", "1") or 1)
 
 
+def _effective_min_in_sync(layout: kafka_admin.TopicDescription) -> int:
+    """How many replicas of a partition must be in sync for it to take records: Kafka 4 asks for no more than it has."""
+    return min(_min_in_sync(layout), layout.replicas)
+
+
 def _replica_findings(kafka: Kafka) -> Iterator[Finding]:
     """Findings for topics that have fewer replicas than they are to have, and take records nevertheless."""
     unattainable, lacking = list[str](), list[str]()
@@ -204,7 +209,7 @@ def _replica_findings(kafka: Kafka) -> Iterator[Finding]:
         if 0 < layout.replicas < _min_in_sync(layout):
             unattainable.append(f"{kafka.prefix}{name}: {_min_in_sync(layout)} of {layout.replicas}")
         fewest = min(layout.in_sync.values(), default=layout.replicas)
-        if not layout.leaderless and min(_min_in_sync(layout), layout.replicas) <= fewest < layout.replicas:
+        if not layout.leaderless and _effective_min_in_sync(layout) <= fewest < layout.replicas:
             lacking.append(f"{kafka.prefix}{name}: {fewest} of {layout.replicas}")
     if unattainable:
         yield Finding(

@@ -53,7 +53,7 @@ _REF_WIDTHS = (2, 3, 5)
 _MAX_CONSTANTS = 8192
 _MAX_SHAPES = 8192
 _MAX_RUN = 16
-"""The most ticks that are encoded together. There is a layout for each power of two up to it."""
+"""The most ticks that are encoded together. There is a plan for each power of two up to it."""
 
 
 class _Shape(NamedTuple):
@@ -85,7 +85,7 @@ class _RowPlan(NamedTuple):
     since_start: bool
 
 
-class _Layout(NamedTuple):
+class _RunPlan(NamedTuple):
     """How so many ticks of sets of one shape are encoded together: the constant parts, and the order of constants,
     slices, samples and start times."""
 
@@ -95,13 +95,13 @@ class _Layout(NamedTuple):
 
 class _ShapePlan(NamedTuple):
     """How sets of one shape are encoded: the references to the names of the device's labels, the slices of its labels,
-    each row, whether there are start times, and a layout for each number of ticks that there was."""
+    each row, whether there are start times, and a plan for each number of ticks that there was."""
 
     names: tuple[bytes, ...]
     slices: dict[_LabelSlice, int]
     rows: list[_RowPlan]
     starts: bool
-    layouts: dict[int, _Layout]
+    runs: dict[int, _RunPlan]
 
 
 class _PlanV2(NamedTuple):
@@ -151,17 +151,15 @@ class Encoder:
         width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
         symbols, new_symbols = dict(self._constants), list[bytes]()
         series_bytes: list[bytes] = []
-        last_plan, slices = None, tuple[bytes, ...]()
         plans = planned(groups, (self, width), partial(self._plan, width), basis=self._token)
         for plan, ticks in runs(plans):
-            if plan is not last_plan:  # ticks of a node in a row have the same references
-                for value, encoded in zip(plan.values, plan.encoded, strict=True):
-                    if value not in symbols:
-                        symbols[value] = len(symbols)
-                        new_symbols.append(encoded)
-                labels, refs = plan.constants * 2, [_ref(symbols[value], width) for value in plan.values]
-                labels[::2], labels[1::2] = plan.constants, (*plan.references(refs), b"")
-                last_plan, slices = plan, plan.slices.unpack(b"".join(labels))
+            for value, encoded in zip(plan.values, plan.encoded, strict=True):
+                if value not in symbols:
+                    symbols[value] = len(symbols)
+                    new_symbols.append(encoded)
+            labels, refs = plan.constants * 2, [_ref(symbols[value], width) for value in plan.values]
+            labels[::2], labels[1::2] = plan.constants, (*plan.references(refs), b"")
+            slices = plan.slices.unpack(b"".join(labels))
             series_bytes += _encode(plan, ticks, slices)
         return b"".join([bytes(self._constant_symbols), *new_symbols, *series_bytes])
 
@@ -188,7 +186,7 @@ class Encoder:
 
 
 def _encode(plan: _PlanV2, ticks: Sequence[Tick], slices: Iterable[bytes]) -> Iterator[bytes]:
-    """The encoded series of ticks, as many ticks together as there is a layout for; ``slices`` are those of their
+    """The encoded series of ticks, as many ticks together as there is a plan for; ``slices`` are those of their
     labels."""
     end = 0
     while end < len(ticks):
@@ -196,14 +194,14 @@ def _encode(plan: _PlanV2, ticks: Sequence[Tick], slices: Iterable[bytes]) -> It
         run, encoded = ticks[start:end], list[bytes]()
         next_slices, next_samples = iter(slices), [iter(samples(tick)) for tick in run]
         for number, shape in enumerate(plan.shapes):
-            layout = shape.layouts.get(len(run)) or _layout(shape, len(run))
-            parts = [*layout.constants, *islice(next_slices, len(shape.slices))]
+            plan_of_run = shape.runs.get(len(run)) or _run_plan(shape, len(run))
+            parts = [*plan_of_run.constants, *islice(next_slices, len(shape.slices))]
             for of_tick in next_samples:
                 parts += islice(of_tick, len(shape.rows))
             if shape.starts:
                 starts = [_starts(series.start_ms, ts_ms) for series, ts_ms, _ in [tick[number] for tick in run]]
                 parts += (*[of_sample for of_sample, _ in starts], starts[0][1])
-            encoded += layout.order(parts)
+            encoded += plan_of_run.order(parts)
         yield b"".join(encoded)
 
 
@@ -234,8 +232,8 @@ def _shape_plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
     return _ShapePlan(names, slices, rows, any(row.since_start for row in rows), {})
 
 
-def _layout(shape: _ShapePlan, ticks: int) -> _Layout:
-    """The layout of so many ticks, which the shape keeps."""
+def _run_plan(shape: _ShapePlan, ticks: int) -> _RunPlan:
+    """Plan so many ticks of a shape, which keeps the plan."""
     constants: list[bytes] = []
     parts: list[tuple[str, int]] = []
 
@@ -266,8 +264,8 @@ def _layout(shape: _ShapePlan, ticks: int) -> _Layout:
     begins["sample"] = begins["slice"] + len(shape.slices)
     begins["start"] = begins["sample"] + ticks * len(shape.rows)
     order = itemgetter(*[begins[kind] + number for kind, number in parts])
-    layout = shape.layouts[ticks] = _Layout(tuple(constants), order)
-    return layout
+    plan = shape.runs[ticks] = _RunPlan(tuple(constants), order)
+    return plan
 
 
 def _row_plan(row: Row, shape: _Shape, symbols: dict[str, int]) -> _RowPlan:
