@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from delivery.clock import now_ms
 from delivery.connection import Connection
@@ -65,13 +65,6 @@ _FORGET_S = 60.0
 _MOST_NAMED = 5  # of the nodes in a line of the log
 
 
-class Due(NamedTuple):
-    """The nodes that are due now, and the time when the next one will be; None: no other node changed."""
-
-    nodes: list[str]
-    next_s: float | None
-
-
 class RateLimiter:
     """Decides when a node's record is due: at once, but at most one each 0.2 s, and after new pods' owners are known.
 
@@ -83,8 +76,11 @@ class RateLimiter:
         self._published_s: dict[str, float] = {}
         self._deferred_since_s: dict[str, float] = {}
 
-    def due(self, changed: Iterable[str], awaiting: Callable[[str], Iterable[str]], now_s: float) -> Due:
-        """Which of the changed nodes are due. ``awaiting`` gives the pods of a node whose owners are not known yet."""
+    def due(
+        self, changed: Iterable[str], awaiting: Callable[[str], Iterable[str]], now_s: float
+    ) -> tuple[list[str], float | None]:
+        """The changed nodes that are due now, and when the next one will be; None: no other node changed. ``awaiting``
+        gives the pods of a node whose owners are not known yet."""
         kept_since = ((self._published_s, now_s - SPACING_S), (self._deferred_since_s, now_s - _FORGET_S))
         for times_s, limit_s in kept_since:
             while times_s and (oldest := next(iter(times_s.items())))[1] <= limit_s:  # the oldest times are first
@@ -99,7 +95,7 @@ class RateLimiter:
                 nodes.append(node)
             else:
                 next_s = due_s if next_s is None else min(next_s, due_s)
-        return Due(nodes, next_s)
+        return nodes, next_s
 
     def deferred(self, pods: Iterable[str], now_s: float) -> set[str]:
         """Which of these pods, whose owners are not known yet, still have to wait."""
@@ -220,15 +216,9 @@ class ClusterProducer:
         self._stop = stop
         try:
             await self._api.start()
-            tasks = [
-                *(reflector.run() for reflector in self._reflectors.values()),
-                self._owners.run(),
-                self._expire(),
-                self._sender.start(),
-            ]
-            if self._policies is not None:
-                tasks.append(self._policies.follow())
-            async with running(*tasks):
+            watches = [reflector.run() for reflector in self._reflectors.values()]
+            policies = [] if self._policies is None else [self._policies.follow()]
+            async with running(*watches, *policies, self._owners.run(), self._expire(), self._sender.start()):
                 await until_stopped(stop, self._wait_synced())
                 if stop.is_set():
                     return
@@ -292,8 +282,8 @@ class ClusterProducer:
         limiter = RateLimiter()
         while True:
             now_s = time.monotonic()
-            due = limiter.due(self._store.changed_nodes(), self._store.pods_awaiting_owners, now_s)
-            for node in due.nodes[:BATCH_NODES]:
+            due, next_s = limiter.due(self._store.changed_nodes(), self._store.pods_awaiting_owners, now_s)
+            for node in due[:BATCH_NODES]:
                 deferred = limiter.deferred(self._store.pods_awaiting_owners(node), now_s)
                 content = self._store.pop_content(node, deferred)
                 if content is not None:
@@ -302,10 +292,10 @@ class ClusterProducer:
                     if content.removed:
                         publisher.forget(node)
                 limiter.published(node, now_s)
-            if len(due.nodes) > BATCH_NODES:
+            if len(due) > BATCH_NODES:
                 await asyncio.sleep(0)
             else:
-                await self._sleep(CHECK_S if due.next_s is None else min(CHECK_S, due.next_s - now_s))
+                await self._sleep(CHECK_S if next_s is None else min(CHECK_S, next_s - now_s))
 
     async def _expire(self) -> None:
         """Forget what ended long ago, also while another replica leads, until it is cancelled."""

@@ -83,7 +83,9 @@ class PolicyEvents:
         now_s = self._clock_s()
         self._reported.update(error for error, seen_s in self._first_seen_s.items() if now_s - seen_s > KEPT_S)
         while True:
-            for pod, error in list(self.unreported()):
+            self.watch()
+            unreported = [(pod, error) for pod, error in self._pod_errors() if (pod.uid, error) not in self._reported]
+            for pod, error in unreported:
                 if (pause_s := await self._report(pod, error)) > 0:
                     await asyncio.sleep(pause_s)
                     break
@@ -98,12 +100,8 @@ class PolicyEvents:
         self._first_seen_s = {error: self._first_seen_s.get(error, now_s) for error in present}
         self._reported &= present
 
-    def unreported(self) -> Iterator[tuple[KnownPod, PolicyError]]:
-        """The errors to write an Event for: each running pod, with each error of its own and of its namespace."""
-        self.watch()
-        return ((pod, error) for pod, error in self._pod_errors() if (pod.uid, error) not in self._reported)
-
     def _pod_errors(self) -> Iterator[tuple[KnownPod, PolicyError]]:
+        """Each running pod, with each error of its own and of its namespace."""
         for uid, errors in self._errors_by_pod.items():
             pod = self._pods.get(uid)
             if pod is not None and pod.ended_ms is None:

@@ -33,10 +33,9 @@ MAX_ENTRIES = 4096
 SETTLED_AFTER_NS = 2_000_000_000  # a newer file is not cached: it may change again without a new ctime
 _FILE_NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?|(?:GPU|MIG)-[0-9a-fA-F-]+")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+.-]{0,63}")
-_JOB_KEYS = ("user", "partition", "account")  # the keys of a job's own file
+_JOB_KEYS = (b"user", b"partition", b"account")  # the keys of a job's own file
 
 Reason = Literal["directory", "file", "line", "timeout"]
-JobIdsByFile = Mapping[str, tuple[str, ...]]
 
 
 class Problem(NamedTuple):
@@ -78,12 +77,6 @@ def parse(content: bytes) -> JobLines:
     ids = list(filter(None, map(as_name, lines)))
     distinct = list(dict.fromkeys(ids))
     return JobLines(tuple(distinct[:MAX_JOBS]), len(lines) - len(ids) + len(distinct[MAX_JOBS:]))
-
-
-def parse_job(job_id: str, content: bytes) -> Job:
-    """The job that its own file describes. Never raises; a value that can't be a name is None."""
-    lines = dict(line.strip().partition(b"=")[::2] for line in reversed(content.split(b"\n")))  # the first one counts
-    return Job(job_id, *(as_name(lines.get(name.encode(), b"")) for name in _JOB_KEYS))
 
 
 class Directory:
@@ -133,13 +126,15 @@ class Directory:
 
     def _read_jobs(self, job_ids: Collection[str]) -> dict[str, Job]:
         """Those of these jobs that have their own file, by id. It is written before the files of the job's GPUs, so it
-        is read once."""
+        is read once. A value in it that can't be a name is None."""
         self._jobs_by_id = {job_id: job for job_id, job in self._jobs_by_id.items() if job_id in job_ids}
         for job_id in [job_id for job_id in job_ids if job_id not in self._jobs_by_id and _JOB.fullmatch(job_id)]:
             path = self._directory / "jobs" / job_id
             with contextlib.suppress(OSError):
                 if path.is_file():
-                    self._jobs_by_id[job_id] = parse_job(job_id, _content(str(path)))
+                    lines = reversed(_content(str(path)).split(b"\n"))  # the first one of a key counts
+                    values = dict(line.strip().partition(b"=")[::2] for line in lines)
+                    self._jobs_by_id[job_id] = Job(job_id, *(as_name(values.get(key, b"")) for key in _JOB_KEYS))
         return dict(self._jobs_by_id)
 
     def _read_lines(self, entry: "os.DirEntry[str]") -> JobLines:
@@ -187,7 +182,7 @@ class JobFiles:
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._throttle = LogThrottle(clock)
 
-    async def read(self, within_s: float) -> JobIdsByFile:
+    async def read(self, within_s: float) -> Mapping[str, tuple[str, ...]]:
         """The job ids by file name; after ``within_s`` those that were read last."""
         if self._worker is None or self._read_directory is None or self._directory is None:
             return {}

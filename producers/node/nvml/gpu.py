@@ -212,21 +212,15 @@ class PhysicalGpu:
         """Start to read the GPU from scratch, because its supported sources change with the MIG mode."""
         self.release()
         self._mig_devices = {}
-        self._gpu_device = self._sampled_device(
-            self.handle, Profiling(self.calls, self.handle, clock=self._clock), mig_enabled=self._mig_enabled
-        )
+        profiling = Profiling(self.calls, self.handle, clock=self._clock)
+        self._gpu_device = self._sampled_device(self.handle, {}, profiling, mig_enabled=self._mig_enabled)
 
     def _sampled_device(
-        self,
-        handle: Handle,
-        profiling: Profiling | None,
-        *,
-        mig_enabled: bool,
-        identity: Mapping[str, Any] | None = None,
+        self, handle: Handle, identity: Mapping[str, Any], profiling: Profiling | None, *, mig_enabled: bool
     ) -> SampledDevice:
         metrics = Metrics(self.calls, handle, mig_enabled=mig_enabled, profiling=profiling, clock=self._clock)
         processes = Processes(self.calls, handle, self._owners, mig_enabled=mig_enabled, clock=self._clock)
-        return SampledDevice(identity or {}, metrics, processes, profiling)
+        return SampledDevice(identity, metrics, processes, profiling)
 
     def _devices(self) -> tuple[list[dict[str, Any]], Mapping[int, str]]:
         """The devices of this tick, and the kind of each of their processes. MIG devices whose handle belongs to
@@ -402,7 +396,7 @@ class PhysicalGpu:
         existing, has_profiling = self._mig_devices.get(instance.uuid), alone and instance.gpu_instance is not None
         if existing is not None and existing.identity == identity and (existing.profiling is not None) is has_profiling:
             return existing
-        profiling = (
-            Profiling(self.calls, self.handle, instance.gpu_instance, clock=self._clock) if has_profiling else None
-        )
-        return self._sampled_device(instance.handle, profiling, mig_enabled=True, identity=identity)
+        profiling = None
+        if has_profiling:
+            profiling = Profiling(self.calls, self.handle, instance.gpu_instance, clock=self._clock)
+        return self._sampled_device(instance.handle, identity, profiling, mig_enabled=True)
