@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -59,6 +60,10 @@ SILENT = "s"
 """The sign of the devices of a silent node."""
 
 
+_description = attrgetter("index", "model", "mig")
+"""What a frame says of a device itself, and seldom changes."""
+
+
 class ShownHolder(NamedTuple):
     """A pod or batch job that holds a device. A field that is not known is empty."""
 
@@ -99,11 +104,6 @@ class ShownDevice:
     step: int = 0
     signs: bytearray = field(default_factory=lambda: bytearray(b" " * STEPS))
     readings: "array[float]" = field(default_factory=_no_readings)
-
-    @property
-    def described(self) -> tuple[object, ...]:
-        """What a frame says of the device itself, and seldom changes."""
-        return self.last.index, self.last.model, self.last.mig
 
     def update(
         self, device: AttributedDevice, parts: Sequence[AttributedDevice], ts_ms: int, interval_ms: int | None
@@ -249,7 +249,7 @@ class Fleet:
             shown, holders = known.get(device.uuid), self._holders(device, parts)
             if shown is None:
                 shown, reshaped = ShownDevice(device, holders, tick.ts_ms), True
-            elif shown.holders != holders or shown.described != (device.index, device.model, device.mig):
+            elif shown.holders != holders or _description(shown.last) != _description(device):
                 shown.set_holders(holders, tick.ts_ms)
                 reshaped = True
             shown.update(device, parts, tick.ts_ms, tick.interval_ms)

@@ -243,16 +243,15 @@ def _named(obj: Json) -> str:
 
 def patch(change: WorkloadChange, action: str, summary: str) -> Json:
     """The merge patch of a change. The API server refuses it (409) if the object was replaced or changed since."""
-    meta = change.object["metadata"]
     explanation = f"{summary[:_MAX_SUMMARY]}; to undo it: gpustream reclaim undo {action}"
-    return {
-        "metadata": {
-            "uid": meta["uid"],
-            "resourceVersion": meta["resourceVersion"],
-            "annotations": {RECLAIMED_BY: action, EXPLANATION: explanation, UNDONE: None},
-        },
-        "spec": change.spec,
-    }
+    return _merge(change.object, {RECLAIMED_BY: action, EXPLANATION: explanation, UNDONE: None}, change.spec)
+
+
+def _merge(obj: Json, annotations: Json, spec: object) -> Json:
+    """A merge patch of an object as it is now."""
+    meta = obj["metadata"]
+    of_object = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"], "annotations": annotations}
+    return {"metadata": of_object, "spec": spec}
 
 
 def is_done(obj: Json | None, action: str) -> bool:
@@ -297,15 +296,8 @@ def unpatch(action: Action, obj: Json | None) -> Json | Objection:
         )
     if action.generation is not None and meta.get("generation") != action.generation:
         return Objection("changed", f"somebody changed {name} since: look at it, and change it yourself")
-    spec = {"scale": {"replicas": action.replicas}, "suspend": {"suspend": False}, "deactivate": {"active": True}}
-    return {
-        "metadata": {
-            "uid": meta["uid"],
-            "resourceVersion": meta["resourceVersion"],
-            "annotations": {RECLAIMED_BY: None, EXPLANATION: None, UNDONE: action.id},
-        },
-        "spec": spec[action.action],
-    }
+    specs = {"scale": {"replicas": action.replicas}, "suspend": {"suspend": False}, "deactivate": {"active": True}}
+    return _merge(obj, {RECLAIMED_BY: None, EXPLANATION: None, UNDONE: action.id}, specs[action.action])
 
 
 def was_undone(obj: Json | None, action: str) -> bool:

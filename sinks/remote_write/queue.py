@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 from weakref import WeakMethod, WeakSet
 
 from delivery import clock
@@ -86,11 +85,8 @@ class ReadRecord:
         return min(MAX_OPEN_S, silent_after_s(self.sample.interval_ms if self.sample else None, at_least_s))
 
 
-class Sent(NamedTuple):
-    """A record that was in a request, and the result of its tick, if it has one."""
-
-    read: ReadRecord
-    result: Delivered | None
+Sent = tuple[ReadRecord, Delivered | None]
+"""A record that was in a request, and the result of its tick, if it has one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -287,7 +283,7 @@ class Queue:
         ticks = [read.tick.groups for reads in request.parts.values() for read in reads if read.tick]
         results = iter(await self._deliverer.deliver(ticks, request.abandon))
         for lane, reads in request.parts.items():
-            sent = [Sent(read, next(results) if read.tick else None) for read in reads]
+            sent = [(read, next(results) if read.tick else None) for read in reads]
             if (settle := lane.settle()) is not None:
                 await settle(sent)
 
