@@ -26,7 +26,7 @@ from delivery.ledger import Partition
 from delivery.positions import Back, Start, StartFrom
 from delivery.settings import DEAD_LETTERS, MemberSettings, TopicAccess
 from delivery.tail import Tail
-from delivery.tasks import Turns
+from delivery.tasks import Turns, until_stopped
 from delivery.topic_admin import TopicCheck
 from sinks.outcomes import Outcomes
 
@@ -127,12 +127,10 @@ class GroupReader:
                     await asyncio.sleep(_RETRY_S)
             group.join()
 
-        joining, stopping = asyncio.ensure_future(join()), asyncio.ensure_future(stop.wait())
+        stopping = asyncio.ensure_future(stop.wait())
         ends: list[asyncio.Future[Any]] = [stopping, self._failure, group.failed]
         try:
-            await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if joining.done():
-                joining.result()
+            await until_stopped(stop, join())
             while not any(end.done() for end in ends):
                 await asyncio.wait(ends, timeout=_MEASURE_S, return_when=asyncio.FIRST_COMPLETED)
                 self._outcomes.assigned((assignment.lag() for assignment in self._tasks), of=self)
@@ -142,8 +140,6 @@ class GroupReader:
         finally:
             self._failure.cancel()  # nobody awaits it any more: what is assigned while the group closes ends with it
             stopping.cancel()
-            joining.cancel()
-            await asyncio.wait((joining,))
             await self.revoked()
             await group.close()
             self._outcomes.assigned((), of=self)

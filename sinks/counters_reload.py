@@ -11,10 +11,11 @@ matter how the file is replaced: by a link to another version of a ConfigMap, or
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from delivery.instruments import Instrument, Instruments
+from delivery.tasks import running
 from sinks.series.counters import Picked, pick, read
 from sinks.series.counters_file import Counter, CountersError
 from sinks.series.translation import Translator
@@ -122,10 +123,5 @@ async def following(
             await check()
 
     await check()
-    task = asyncio.create_task(follow())
-    try:
+    async with running(follow()):
         yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task

@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError
 from delivery.clock import now_ms
 from delivery.instruments import Instruments
 from delivery.log_throttle import LogThrottle
+from delivery.tasks import running
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
 from producers.node.pods_api import PodWatch, container_key, merge_pods
@@ -206,8 +207,7 @@ class Kubelet:
         """Watch the pods until it is cancelled, and read their devices when one begins, changes or ends."""
         if self._pod_watch is None:
             return
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._pod_watch.run())
+        async with running(self._pod_watch.run()):
             while True:
                 await self._pod_changed.wait()
                 self._pod_changed.clear()

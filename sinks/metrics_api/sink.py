@@ -96,8 +96,7 @@ class MetricsApiSink:
                 await cluster.start(stop, ask_front_proxy=settings.serving_cert is not None and not is_configured)
                 if stop.is_set():
                     return
-                refreshing = asyncio.ensure_future(cluster.refresh())
-                stack.callback(refreshing.cancel)
+                stack.callback(asyncio.ensure_future(cluster.refresh()).cancel)
             tls = None
             if settings.serving_cert is not None and settings.serving_key is not None:
                 optional = settings.client_token_file is not None
@@ -115,8 +114,7 @@ class MetricsApiSink:
                 max_headers=http_server.MAX_HEADERS if cluster is None else _MAX_HEADERS_OF_PROXY,
             )
             self.address = await stack.enter_async_context(served)
-            forgetting = asyncio.ensure_future(self._forget())
-            stack.callback(forgetting.cancel)
+            stack.callback(asyncio.ensure_future(self._forget()).cancel)
             await self.tail.run(stop)
 
     def not_ready(self) -> list[str]:

@@ -22,6 +22,7 @@ from cramjam import snappy
 from delivery.clock import now_ms
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
+from delivery.tasks import set_within, until_stopped
 from sinks.receiver import BACKOFF_FIRST_S, MAX_RETRY_AFTER_S, Http, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
@@ -197,13 +198,7 @@ class RemoteWriteSender:
     async def _hold(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> None:
         """Wait until the receiver accepts something. One of those that wait sends a small request when it is time."""
         while self._holding:
-            waits = [asyncio.ensure_future(abandon.wait()), asyncio.ensure_future(self._taken.wait())]
-            try:
-                timeout_s = max(0.0, self._next_probe_s - time.monotonic())
-                await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await until_stopped(abandon, set_within(self._taken, self._next_probe_s - time.monotonic()))
             if abandon.is_set():
                 raise Abandoned
             if self._holding and time.monotonic() >= self._next_probe_s:

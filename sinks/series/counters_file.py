@@ -18,6 +18,7 @@ from typing import NamedTuple
 import yaml
 
 from delivery.files import YamlLoader
+from delivery.values import counted
 
 TYPES = ("gauge", "counter", "untyped", "label")
 """The types of rows. Up to 4.8.2 dcgm-exporter takes the following as well, and has no ``untyped``."""
@@ -88,8 +89,7 @@ def parse_csv(text: str) -> tuple[Counter, ...]:
             continue
         if len(columns) != _COLUMNS:
             surplus = ": a help with a comma needs quotes around it" if len(columns) > _COLUMNS else ""
-            count = "1 column" if len(columns) == 1 else f"{len(columns)} columns"
-            errors.append(LineError(line, f"has {count}, not name, type and help{surplus}"))
+            errors.append(LineError(line, f"has {counted(len(columns), 'column')}, not name, type and help{surplus}"))
             continue
         name, kind, help_text = (column.strip(" ") for column in columns)
         errors += [LineError(line, text) for text in _row_errors(name, kind)]
