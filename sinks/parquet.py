@@ -18,7 +18,6 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +34,7 @@ from sinks import outcomes
 from sinks.consumer import GroupReader, Handler, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.settings import ParquetSettings
-from topics.times import MAX_TIME_MS
+from topics.times import MAX_TIME_MS, time_of
 from topics.topic import decoder
 from topics.usage import HOURS, Key, Usage
 
@@ -115,7 +114,7 @@ class HourFiles:
         ArrowInvalid if the file can't be read, or is not one of this sink.
         """
         pa, pq = _pyarrow()
-        start = datetime.fromtimestamp(start_ms / 1000, UTC)
+        start = time_of(start_ms)
         file = self._root / f"date={start:%Y-%m-%d}" / f"usage-{start:%H}-p{self._partition}.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
         with (self._root / f".p{self._partition}.lock").open("w") as lock:
@@ -132,7 +131,7 @@ class HourFiles:
                     workload = row.pop("workload")
                     row |= {"workload_kind": workload and workload.kind, "workload_name": workload and workload.name}
                     row |= {name: sorted(row[name].items()) for name in _MAPS}
-                    new_rows[key] = {"start": datetime.fromtimestamp(record.start_ms / 1000, UTC), **row}
+                    new_rows[key] = {"start": time_of(record.start_ms), **row}
             if new_rows:
                 kept = old.filter(pa.array([key not in new_rows for key in keys], pa.bool_()))
                 new = pa.Table.from_pylist(list(new_rows.values()), _schema())

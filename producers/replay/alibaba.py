@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from producers.records import checked_name
-from producers.replay.trace import MOST_MS, JsonDict, NoTrace, Refused, Rows, Trace, TraceTick, identity, number, table
+from producers.replay.trace import JsonDict, NoTrace, Refused, Rows, Trace, TraceTick, identity, number, table
 from producers.replay.trace import whole as whole_number
+from topics.times import MAX_TIME_MS
 
 NAMESPACE = "alibaba"
 RESOURCE = "nvidia.com/gpu"
@@ -45,7 +46,7 @@ def genai(folder: Path, rows: Rows, _: int | None = None) -> Trace:
         file, scale = (_DUTY, 100) if key == "gpu_utilization_ratio" else (_MEMORY, 1)
 
         def parse(_: int, seconds: str, value: str, address: str) -> None:
-            ts_ms = round(number("timestamp_anon", seconds, MOST_MS / 1000) * 1000)
+            ts_ms = round(number("timestamp_anon", seconds, MAX_TIME_MS // 1000) * 1000)
             if address in ("", "None", "NULL"):
                 raise Refused("container_ip", "it names no container")
             read = number("value", value, most) / scale
@@ -158,7 +159,7 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
         if not request[0] or not scheduled:
             return None
         seconds = (("scheduled_time", scheduled), ("deletion_time", deleted))
-        start_ms, end_ms = (whole_number(column, text, MOST_MS // 1000) * 1000 for column, text in seconds)
+        start_ms, end_ms = (whole_number(column, text, MAX_TIME_MS // 1000) * 1000 for column, text in seconds)
         if end_ms <= start_ms:
             raise Refused("deletion_time", f"{name} was deleted at {deleted}, which is not after {scheduled}")
         if not request[1] or (request[0] > 1 and request[1] < _WHOLE):

@@ -22,8 +22,6 @@ from producers.replay.config import path_of
 R = TypeVar("R")
 JsonDict = dict[str, Any]
 
-MOST_MS = 253_402_300_799_000  # the last millisecond of the year 9999, below which a time of a record has to be
-
 
 class NoTrace(Exception):
     """The files are not those of the trace. The message says which one, and what it lacks."""

@@ -23,6 +23,7 @@ from prometheus_client import utils
 
 from delivery.listening import accepted_ranges
 from sinks.series.model import Row, SampleGroup, SeriesSet
+from sinks.series.relabel import is_label_name, is_metric_name
 from topics.metric import Labels
 
 _LEVEL = 6
@@ -35,9 +36,7 @@ _number: Callable[[float], str] = utils.floatToGoString
 _IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
 _IN_A_VALUE = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
-_PLAIN = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _NOT_PLAIN = re.compile(r"[^a-zA-Z0-9_]")
-_PLAIN_METRIC = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _NOT_PLAIN_METRIC = re.compile(r"[^a-zA-Z0-9_:]")
 
 Names = frozenset[str] | None
@@ -127,7 +126,7 @@ def _shown(name: str, *, utf8: bool, metric: bool = False) -> str:
 
     ``metric``: it is a metric's, which may have colons; a label's may not.
     """
-    if (_PLAIN_METRIC if metric else _PLAIN).fullmatch(name):
+    if (is_metric_name if metric else is_label_name)(name, "legacy"):
         return name
     if utf8:
         return f'"{name.translate(_IN_A_VALUE)}"'
