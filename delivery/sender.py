@@ -1,7 +1,7 @@
 """Sends records to Kafka: each once, in order, acknowledged by every replica in sync.
 
 In: a topic, a value, and a key or a partition. Out: a future of the record's offset.
-State: the records that were sent and are not acknowledged yet, in order.
+State: the records that were sent and are not acknowledged yet, in order; and how this clock differs from the brokers'.
 On failure: the sender waits for an unavailable broker for as long as it takes. A record that the broker refuses breaks
 an idempotent producer: every later record of its partition is out of sequence. So the producer is replaced, and what it
 had not delivered is sent again one record at a time. A record that is refused even alone is ``Unsendable``.
@@ -27,6 +27,7 @@ from aiokafka.partitioner import murmur2
 
 from delivery import opening
 from delivery.clients import backoff, close, producer, refusal, start_client
+from delivery.clock import now_ms
 from delivery.connection import Connection
 from delivery.kafka_errors import InvalidRecordError, describe
 from delivery.log_throttle import LogThrottle
@@ -61,6 +62,8 @@ _RETRY_BACKOFF_MS = 500
 """With the client's own 100 ms, a node's producer used half of its CPU time on retries while no broker answered."""
 
 UNREADY_AFTER_S = 30.0  # a component whose records have waited for longer is not ready
+
+_LOG_APPEND_TIME = 1  # the broker's clock gave the record its time
 
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _CANCEL_TIMEOUT_S = 2.0
@@ -99,6 +102,9 @@ class Sender:
     Records of a partition are stored in the order in which they were sent. If a record has a key and no partition, the
     key's murmur2 hash picks the partition, as in Kafka's Java client. Nothing is sent before ``check`` has passed. A
     partition has one batch in flight: of at most ``max_batch_bytes`` before compression, or of one record.
+
+    ``ahead_ms``: by how much this clock is at least ahead of the brokers', or behind if it is negative, as the last
+    acknowledgement shows it; None before the first.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class Sender:
         self._recovery: asyncio.Task[None] | None = None
         self._stopped = False
         self._last_error: str | None = None
+        self.ahead_ms: int | None = None
         self._throttle = LogThrottle()  # each record of a kind may be refused
 
     async def start(self) -> None:
@@ -227,7 +234,17 @@ class Sender:
         if error is not None:
             self._start_recovery(record, error)
         else:
-            self._resolve(record, sent.result().offset)
+            metadata = sent.result()
+            self._compare_clocks(record, metadata)
+            self._resolve(record, metadata.offset)
+
+    def _compare_clocks(self, record: _PendingRecord, metadata: Any) -> None:
+        """Note how this clock differs from the broker's, which gave the record its time between sending and now."""
+        self.ahead_ms = 0
+        if metadata.timestamp_type == _LOG_APPEND_TIME:
+            waited_ms = round((asyncio.get_running_loop().time() - record.since_s) * 1000)
+            most_ms = now_ms() - metadata.timestamp
+            self.ahead_ms = max(most_ms - waited_ms, min(most_ms, 0))
 
     def _resolve(self, record: _PendingRecord, outcome: int | Unsendable) -> None:
         self._unacknowledged.pop(record, None)

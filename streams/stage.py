@@ -265,6 +265,10 @@ class NodeWorker(Worker[N], Generic[N]):
         """The number of the reader's epoch. What was awaited in an earlier one is not used."""
         return self.app.reader.ledger.epoch
 
+    def now_ms(self) -> int:
+        """Milliseconds since 1970 by the brokers' clock, as far as acknowledgements show how this one differs."""
+        return self._clocks.now_ms() - (self.app.sender.ahead_ms or 0)
+
     @abstractmethod
     def handle_record(self, topic: str, partition: N, slot: Slot, record: Any) -> None:
         """Process a record. Raises Malformed."""

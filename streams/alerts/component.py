@@ -172,7 +172,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         """Use a group that was read, or its deletion, unless a later version of it is known. Raises Malformed."""
         known = partition.groups.get(record.key)
         if record.value is None:
-            if known is not None and groups.is_over(known.latest, self._clocks.now_ms()):
+            if known is not None and groups.is_over(known.latest, self.now_ms()):
                 del partition.groups[record.key]
             return
         group = _decode_grouped(groups.decode_group, record)
@@ -250,7 +250,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         async with self._group_lock:
             if epoch != self.epoch:
                 return
-            now_ms = self._clocks.now_ms()
+            now_ms = self.now_ms()
             known = {key: group.latest for key, group in partition.groups.items()}
             over = {key: group for key, group in known.items() if groups.is_over(group, now_ms)}
             alerts = [key for key, group in over.items() if group.alert is not None]
@@ -310,7 +310,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             if current_partition is not None and offset is not None and node.key in current_partition.nodes:
                 current_partition.read_state(current_partition.nodes[node.key], pending.state, offset)
             return
-        delay_s = max(0, self._clocks.now_ms() - pending.state.logged_ms) / 1000
+        delay_s = max(0, self.now_ms() - pending.state.logged_ms) / 1000
         for kind, _, alert in pending.writes:
             if isinstance(alert, Alert):
                 self._count_and_log(alert, kind)
@@ -344,7 +344,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     def check_clock(self, partition: PartitionNodes) -> None:
         """Judge which nodes of a partition are quiet or silent, by how far it was read, and delete what is over."""
         self.close_silent(partition)
-        now_ms, now_s = self._clocks.now_ms(), self._clocks.monotonic_s()
+        now_ms, now_s = self.now_ms(), self._clocks.monotonic_s()
         for node in partition.judge_silent(self._rules, now_ms, now_s):
             self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):

@@ -17,14 +17,16 @@ LINGER_S = 0.02
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """The result of a send: the record's offset."""
+    """The result of a send: the record's offset, and the time that the broker gave it (type 1), if it gave it one."""
 
     offset: int
+    timestamp: int = -1
+    timestamp_type: int = 0
 
 
 @dataclass
 class Cluster:
-    """The logs by (topic, partition), the values that are refused, and the current faults."""
+    """The logs by (topic, partition), the values that are refused, the current faults, and the clock of the brokers."""
 
     logs: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[bytes, Callable[[], Exception]] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class Cluster:
     failed_starts: int = 0
     stop_hangs: bool = False
     away: asyncio.Event | None = None
+    now_ms: Callable[[], int] | None = None
     producers: list["FakeProducer"] = field(default_factory=list)
 
     def log(self, topic: str, partition: int = 0) -> list[bytes]:
@@ -104,7 +107,8 @@ class FakeProducer:
             if error is not None:
                 acknowledged.set_exception(error)
             else:
-                acknowledged.set_result(StoredRecord(offset))
+                times = () if self.cluster.now_ms is None else (self.cluster.now_ms(), 1)
+                acknowledged.set_result(StoredRecord(offset, *times))
 
     def _store(self, tp: tuple[str, int], batch: list[tuple[bytes, "asyncio.Future[StoredRecord]"]]) -> int:
         log = self.cluster.logs[tp]

@@ -64,6 +64,29 @@ def test_records_are_stored_in_the_order_of_their_sends_with_their_offsets() -> 
     play(scenario)
 
 
+@pytest.mark.parametrize(
+    ("ahead_ms", "shown_ms"), [(1_800_000, 1_800_000 - 1000), (-3_600_000, -3_600_000), (0, 0), (500, 0), (None, 0)]
+)
+def test_an_acknowledgement_shows_by_how_much_this_clock_is_at_least_ahead_or_behind(
+    monkeypatch: pytest.MonkeyPatch, ahead_ms: int | None, shown_ms: int
+) -> None:
+    """The broker gives a record its time between the sending and the acknowledgement, here a second later."""
+    monkeypatch.setattr(module, "now_ms", lambda: 1_000_000_000)
+    now_ms = None if ahead_ms is None else lambda: 1_000_000_000 - ahead_ms
+    cluster = Cluster(away=asyncio.Event(), now_ms=now_ms)
+
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        assert sender.ahead_ms is None
+        sent = await sender.send("t", b"a")
+        await asyncio.sleep(1.0)
+        assert cluster.away is not None
+        cluster.away.set()
+        await sent
+        assert sender.ahead_ms == shown_ms
+
+    play(scenario, cluster)
+
+
 def test_the_producer_is_idempotent_and_waits_for_every_replica() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         (producer,) = cluster.producers

@@ -61,10 +61,13 @@ class _InFlight(NamedTuple):
 
 
 class FakeSender:
-    """Takes records at once; they land, and are acknowledged, when a test calls ``land``."""
+    """Takes records at once; they land, and are acknowledged, when a test calls ``land``. An acknowledgement shows that
+    the worker's clock is ahead by ``differs_ms``."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
+        self.ahead_ms: int | None = None
+        self.differs_ms = 0
         self.flying: list[_InFlight] = []
         self.holding = False
         self.largest = 10**9
@@ -94,6 +97,7 @@ class FakeSender:
             self.flying.remove(record)
             self.broker.logs[record.topic].append(record.record)
             if acknowledge and not record.acknowledged.done():
+                self.ahead_ms = self.differs_ms
                 record.acknowledged.set_result(len(self.broker.logs[record.topic]) - 1)
 
 

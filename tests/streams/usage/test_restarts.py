@@ -244,6 +244,30 @@ def test_a_node_that_was_silent_before_a_rebalance_is_closed_by_the_clock_after_
     assert run(lived())[-1:] == [True]
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 1800])
+def test_every_tick_is_booked_and_a_silent_node_closed_in_time_whatever_the_workers_clock_says(ahead_s: int) -> None:
+    async def lived() -> tuple[float, float, list[int]]:
+        broker = Broker()
+        worker = UsageOf(broker)
+        worker.clocks.started_ms = START_MS + ahead_s * 1000
+        worker.sender.differs_ms = ahead_s * 1000
+        await worker.start()
+        for start_s in range(0, 300, 5):
+            log_steadily(broker, start_s, start_s + 5)
+            await worker.live()
+            await worker.wait(5, samples_end=len(broker.logs[ATTRIBUTED]))
+        booked, unbooked_s = worker.count("ticks_total", "booked"), worker.count("unbooked_seconds_total")
+        finals: list[int] = []
+        for minute in range(30):
+            await worker.wait(60, samples_end=60)
+            finals += [minute] if broker.logs[MINUTES.name][-1].value.count(b'"final":true') and not finals else []
+        return booked, unbooked_s, finals
+
+    booked, unbooked_s, finals = run(lived())
+    assert (booked, unbooked_s) == (59, 0)
+    assert finals == [20]
+
+
 def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
     async def lived() -> list[Record]:
         broker = Broker()
