@@ -12,12 +12,13 @@ since the tick before is written of every tick, because its values add up.
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import add
 from typing import Literal, NamedTuple
 
 from sinks.series.model import STALE, Key, Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Withheld
-from topics.profiles import insert_suffix, names_of
+from topics.profiles import PROFILES, insert_suffix, names_of
 
 Aggregate = Literal["min", "mean", "max"]
 """What a window writes of a gauge beside its last value."""
@@ -25,6 +26,15 @@ Aggregate = Literal["min", "mean", "max"]
 _HELP: dict[Aggregate, str] = {"min": "Lowest value", "mean": "Mean of the values", "max": "Highest value"}
 _NO_QUANTITIES = ("", "bitmask", "code")
 _OF_EVERY_TICK: Subject = "errors"
+_WITHIN_TICKS: Mapping[str, Aggregate] = {
+    insert_suffix(series.name, f"_{aggregate}", series.unit): aggregate
+    for profile in PROFILES.values()
+    for series in chain.from_iterable(profile.series.values())
+    for aggregate in _HELP
+    if series.kind == "gauge" and series.unit not in _NO_QUANTITIES
+}
+"""The names of aggregates of gauges. A series of one of these names is an aggregate within each tick, also in a tick
+that lacks the gauge."""
 
 
 def aggregates(text: str) -> tuple[Aggregate, ...]:
@@ -228,7 +238,7 @@ class _Columns(NamedTuple):
 @lru_cache(maxsize=4096)
 def _columns_of(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Columns:
     gauges = _gauges(rows)
-    by_metric: dict[str, Aggregate] = {_aggregated(rows[row], name).name: name for row in gauges for name in _HELP}
+    by_metric = {**_WITHIN_TICKS, **{_aggregated(rows[row], name).name: name for row in gauges for name in _HELP}}
     own = {row: by_metric[rows[row].name] for row in gauges if rows[row].name in by_metric}
     metrics = {row.name for row in rows}
     added = [

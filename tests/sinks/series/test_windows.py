@@ -1,8 +1,8 @@
 """Windows of a node's ticks, compared with the expected points of each series."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sinks.remote_write.nodes import OpenSeries
 from sinks.series.model import SampleGroup
 from sinks.series.relabel import Relabelling
+from sinks.series.relabel_file import load
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import Aggregate, NodeWindow, Resolution, aggregates
@@ -58,52 +59,50 @@ def write(
     return points_by_series
 
 
-class SeenTick(NamedTuple):
-    """A tick translated alone: the value of each series, and which of them are gauges."""
-
-    ts_ms: int
-    values: Mapping[Series, float]
-    gauges: Mapping[Series, str]
+OF_THE_DRIVER: dict[str, Aggregate] = {"gpu_power_draw_min": "min", "gpu_power_draw_max": "max"}
+"""Series that are aggregates of the driver's own within each tick."""
 
 
-def seen_tick(series_tick: SeriesTick, used_translator: Translator) -> SeenTick:
-    """A tick translated alone, without any earlier tick."""
-    groups = OpenSeries(used_translator).tick(series_tick).groups
-    rows = [row for group in groups for row in group.series.rows]
-    values = points(groups)
-    units = {
-        series: row.unit
-        for (series, _, _), row in zip(values, rows, strict=True)
-        if row.kind == "gauge" and row.unit not in {"", "bitmask", "code"}
-    }
-    return SeenTick(series_tick.ts_ms, {series: value for series, _, value in values if value != END}, units)  # type: ignore[misc]
+def seen_tick(
+    series_tick: SeriesTick, used_translator: Translator, kinds: Sequence[Aggregate]
+) -> dict[Series, tuple[float, str]]:
+    """What is written of a tick without any other, aggregates included: the value of each series, and which of the
+    values of a window counts."""
+    seen: dict[Series, tuple[float, str]] = {}
+    for group in OpenSeries(used_translator).tick(series_tick).groups:
+        names = {row.name for row in group.series.rows}
+        for labels, row, value in zip(group.series.series(), group.series.rows, group.values, strict=True):
+            own = OF_THE_DRIVER.get(row.name)
+            every_tick = row.name == "gpu_pod_xid_errors"
+            seen[labels] = value, "each" if every_tick else own if own in kinds else "last"
+            if own is None and row.kind == "gauge" and row.unit not in {"", "bitmask", "code"} and not every_tick:
+                for kind in kinds:
+                    if f"{row.name}_{kind}" not in names:
+                        seen[renamed(labels, kind)] = value, kind
+    return seen
 
 
-def truth(ticks: Sequence[SeenTick], window_ms: int, kinds: Sequence[Aggregate]) -> PointsBySeries:
-    """The expected points of each series, without the window that is not over."""
+def truth(ticks: Sequence[SeriesTick], seen: Sequence[dict[Series, tuple[float, str]]]) -> PointsBySeries:
+    """The expected points of each series in windows of 15 s, without the window that is not over."""
     points_by_series = PointsBySeries()
     ends = [  # the numbers of those ticks that are the last of their window
         number
         for number, (tick_alone, after) in enumerate(itertools.pairwise(ticks))
-        if not tick_alone.ts_ms < after.ts_ms or tick_alone.ts_ms // window_ms != after.ts_ms // window_ms
+        if not tick_alone.ts_ms < after.ts_ms or tick_alone.ts_ms // 15_000 != after.ts_ms // 15_000
     ]
-    over = ticks[: max(ends, default=-1) + 1]
-    for series in {series for tick_alone in over for series in tick_alone.values}:
+    over = max(ends, default=-1) + 1
+    for series in {series for of_tick in seen[:over] for series in of_tick}:
         run: list[float] = []
-        for number, tick_alone in enumerate(over):
-            gauge = any(series in tick.gauges for tick in over)
-            names = [series, *[renamed(series, kind) for kind in kinds if gauge]]
-            if series in tick_alone.values:
-                run.append(tick_alone.values[series])
-                if number in ends or series not in over[number + 1].values:
+        for number, ts_ms in enumerate([tick_alone.ts_ms for tick_alone in ticks[:over]]):
+            if series in seen[number]:
+                value, kind = seen[number][series]
+                run.append(value)
+                if kind == "each" or number in ends or series not in seen[number + 1]:
                     aggregates = {"min": min(run), "mean": sum(run) / len(run), "max": max(run)}
-                    values = [run[-1], *[aggregates[kind] for kind in kinds if gauge]]
-                    for name, value in zip(names, values, strict=True):
-                        points_by_series.setdefault(name, []).append((tick_alone.ts_ms, value))
+                    points_by_series.setdefault(series, []).append((ts_ms, aggregates.get(kind, value)))
                     run = []
-            elif number and series in over[number - 1].values:
-                for name in names:
-                    points_by_series.setdefault(name, []).append((tick_alone.ts_ms, END))
+            elif number and series in seen[number - 1]:
+                points_by_series.setdefault(series, []).append((ts_ms, END))
     return points_by_series
 
 
@@ -111,31 +110,66 @@ def renamed(series: Series, kind: str) -> Series:
     return tuple(sorted((key, f"{value}_{kind}" if key == "__name__" else value) for key, value in series))
 
 
-metrics = st.dictionaries(
-    st.sampled_from(["gpu_utilization_ratio", "power_watts", "temperature_celsius", "energy_joules_total"]),
-    st.integers(0, 3).map(float),
-    min_size=1,
-)
+numbers = st.sampled_from([0.0, 1.0, 2.5, 3.0])
+
+
+@st.composite
+def readings(draw: st.DrawFn) -> dict[str, float]:
+    """The metrics of a device; what the driver says of a tick agrees with the value in it, if that is known."""
+    keys = ["gpu_utilization_ratio", "temperature_celsius", "energy_joules_total", "row_remap_failure"]
+    metrics = draw(st.dictionaries(st.sampled_from([*keys, "clock_event_reasons"]), numbers, max_size=3))
+    power = 5.0 + draw(numbers)
+    of_power = {
+        "power_watts": power,
+        "power_min_watts": power - draw(numbers),
+        "power_max_watts": power + draw(numbers),
+    }
+    return metrics | {key: of_power[key] for key in draw(st.sets(st.sampled_from(sorted(of_power))))}
+
+
+holders = st.lists(st.sampled_from("pq").map(lambda pod: {"namespace": "ml", "pod": pod}), unique_by=str, max_size=2)
 devices = st.lists(
-    st.tuples(st.sampled_from("abc"), st.sampled_from([None, "p", "q"]), metrics),
-    unique_by=lambda step: step[0],
+    st.builds(
+        device,
+        st.sampled_from(["GPU-a", "GPU-b", "GPU-c"]),
+        metrics=readings(),
+        holders=holders,
+        events=st.lists(st.sampled_from([{"kind": "xid", "code": 79}, {"kind": "xid", "code": 13}]), max_size=1),
+    ),
+    unique_by=lambda one: str(one["uuid"]),
     max_size=3,
 )
+RULES = {
+    "none": "[]",
+    "equal devices": "- {regex: gpu_uuid, action: labeldrop}",
+    "some dropped": "- {source_labels: [__name__, k8s_pod_name], regex: gpu_power_draw;p|.*temp.*, action: drop}",
+}
 
 
-@given(st.lists(st.tuples(st.sampled_from([0.5, 1, 3, 9, 40, -1]), devices), max_size=12), st.booleans())
+@given(
+    st.lists(st.tuples(st.sampled_from([0.5, 1, 3, 9, 40, 0, -1]), devices), max_size=10),
+    st.sampled_from([(), ALL, ("max",), ("mean",)]),
+    st.sampled_from(sorted(RULES)),
+)
 def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
-    steps: list[tuple[float, list[tuple[str, str | None, dict[str, float]]]]], spread: bool
+    steps: list[tuple[float, list[dict[str, Any]]]], kinds: tuple[Aggregate, ...], rules: str
 ) -> None:
+    relabelling = Relabelling([load(RULES[rules], "rules.yml")] if rules != "none" else [])
+    if rules != "none":  # what may collide is not written at a time at which it has ended, or before
+        steps = [(abs(after) or 1, of_step) for after, of_step in steps]
+    for _, of_step in steps if rules == "equal devices" else ():  # the driver's value of one is no aggregate of another
+        for listed in of_step:
+            listed["metrics"] = {
+                key: value for key, value in listed["metrics"].items() if not key.startswith("power_m")
+            }
     seconds = itertools.accumulate(after for after, _ in steps)
     ticks = [
-        tick(number, 20 + second, *[device(f"GPU-{uuid}", pod, metrics=values) for uuid, pod, values in device_steps])
-        for number, (second, (_, device_steps)) in enumerate(zip(seconds, steps, strict=True), 1)
+        sample(number, *of_step, ts_ms=EPOCH_MS + round(1000 * (20 + second)), devices=of_step)
+        for number, (second, (_, of_step)) in enumerate(zip(seconds, steps, strict=True), 1)
     ]
-    kinds = ALL if spread else ()
-    of_each = [seen_tick(series_tick, translator()) for series_tick in ticks]
+    seen = [seen_tick(series_tick, translator("otel", relabelling), kinds) for series_tick in ticks]
 
-    assert write(ticks, Resolution(15_000, kinds)) == truth(of_each, 15_000, kinds)
+    assert write(ticks, Resolution(15_000, kinds), translator("otel", relabelling)) == truth(ticks, seen)
 
 
 def test_a_spike_of_one_tick_is_in_the_maximum_and_nowhere_else() -> None:
@@ -164,6 +198,20 @@ def test_the_drivers_maximum_of_each_tick_is_the_highest_of_the_window_and_the_o
 
     assert [points for name, points in maxima if name == "gpu_power_draw_max"] == [[(EPOCH_MS + 14_000, 9.0)]]
     assert not [name for name, _ in maxima if name.startswith("gpu_power_draw_max_")]
+
+
+def test_the_drivers_maximum_is_the_highest_of_the_window_also_in_ticks_that_lack_the_value_itself() -> None:
+    ticks = [
+        tick(
+            n, n, device(metrics={"power_max_watts": 9.0 if n == 3 else 6.0} | ({"power_watts": 5.0} if n < 9 else {}))
+        )
+        for n in range(16)
+    ]
+    points_by_series = write(ticks, Resolution(15_000, ALL))
+    points_by_name = {dict(series)["__name__"]: points for series, points in points_by_series.items()}
+
+    assert points_by_name["gpu_power_draw_max"] == [(EPOCH_MS + 14_000, 9.0)]
+    assert not [name for name in points_by_name if name.startswith("gpu_power_draw_max_")]
 
 
 @pytest.mark.parametrize("without", [0, 1, 7, 13, 14, 15])
