@@ -154,14 +154,19 @@ class Translator:
     def release(self, cache: Cache, kept: Iterable[SeriesSet] = (), upto: float = math.inf) -> None:
         """Let other nodes write the series that a node has ended, with samples that are later than the end.
 
-        ``kept``: the series that are open. ``upto``: the offset of the tick up to which all ends are written.
+        ``kept``: the series that are open. ``upto``: the offset of the tick up to which ends are written or refused.
+        A series whose end was refused ends with the node's next tick.
         """
         if not cache.ending:
             return
         open_ = {hash(series) for of_set in kept for series in of_set.series()}
-        for digest, end in list(cache.ending.items()):
-            if end.offset <= upto and digest not in open_:
-                del cache.ending[digest], self._claims[digest]
+        for digest, end in [item for item in cache.ending.items() if item[1].offset <= upto]:
+            del cache.ending[digest]
+            if digest in open_:
+                cache.claimed.add(digest)
+                cache.shape = ()
+            else:
+                del self._claims[digest]
                 self._ends[digest] = end.ts_ms
         if len(self._ends) > _MOST_ENDS:
             self._ends.clear()
