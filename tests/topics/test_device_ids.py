@@ -3,7 +3,7 @@
 import uuid as uuids
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from topics.device_ids import DeviceIndex, DeviceRef, UnknownDeviceId, parse
@@ -14,8 +14,8 @@ GPU_B = "GPU-1f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"
 MIG_1 = "MIG-2f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"
 MIG_2 = "MIG-3f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"
 
-gpu_uuids = st.uuids().map("GPU-{}".format)
-mig_uuids = st.uuids().map("MIG-{}".format)
+uuid_texts = st.uuids().map(str)
+gpu_uuids, mig_uuids = uuid_texts.map("GPU-{}".format), uuid_texts.map("MIG-{}".format)
 numbers = st.integers(0, 999_999_999)
 
 FORMS = {
@@ -54,6 +54,16 @@ def as_text(ref: DeviceRef) -> str:
 
 
 any_form = st.one_of(*FORMS.values())
+with_uuid = st.one_of(*(form for name, form in FORMS.items() if "GKE" not in name))
+
+
+cases = st.integers(0, 2**64 - 1)
+
+
+def in_case(text: str, case: int) -> str:
+    """The text, with those hexadecimal letters in upper case whose bit in ``case`` is set."""
+    letters = [letter.upper() if letter in "abcdef" and case >> bit & 1 else letter for bit, letter in enumerate(text)]
+    return "".join(letters)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -64,12 +74,23 @@ def test_an_id_of_every_form_is_parsed_into_its_parts(form: str, data: st.DataOb
     assert parse(device_id) == ref
 
 
-@given(any_form)
-def test_hexadecimal_digits_in_upper_case_mean_the_same(pair: tuple[str, DeviceRef]) -> None:
+@given(with_uuid, cases)
+def test_hexadecimal_digits_in_upper_case_mean_the_same(pair: tuple[str, DeviceRef], case: int) -> None:
     device_id, ref = pair
-    assume("GPU-" in device_id or "MIG-" in device_id)
 
-    assert parse(device_id.upper()) == ref
+    assert parse(device_id.upper()) == parse(in_case(device_id, case)) == ref
+
+
+@given(with_uuid, cases, cases, cases)
+def test_a_uuid_of_a_tick_is_found_in_whatever_case_either_is_written(
+    pair: tuple[str, DeviceRef], case: int, case_of_id: int, case_of_parent: int
+) -> None:
+    device_id, ref = pair
+    parent, uuid = in_case(ref.parent_uuid or GPU_A, case_of_parent), in_case(ref.uuid or MIG_1, case)
+    is_gpu = uuid.startswith("GPU-")
+    device = gpu(uuid, None) if is_gpu else mig(uuid, parent, 0, ref.gpu_instance, ref.compute_instance)
+
+    assert DeviceIndex([device]).find(parse(in_case(device_id, case_of_id))) == uuid
 
 
 @given(st.one_of(st.text(), st.from_regex(r"(GPU|MIG|nvidia|MIG-GPU)[-/:0-9a-fA-F]*(gi|vgpu)?.*")))
