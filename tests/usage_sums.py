@@ -92,7 +92,8 @@ class UsageSums:
                 for device, count, device_mj in zip(devices, slice_counts, energy_by_device, strict=True):
                     if count:
                         span = (start_ms // MINUTE_MS * MINUTE_MS, start_ms - since_ms, end_ms - since_ms)
-                        self._add_device(span, name, uuid, (device, count, device_mj), devices, tick["attribution"])
+                        attribution = device.get("attribution") or tick["attribution"]
+                        self._add_device(span, name, uuid, (device, count, device_mj), devices, attribution)
         node.counted_ms = max(node.counted_ms, ts_ms)
 
     def _drawn(self, node: Node, device: Json, since_ms: int, ts_ms: int) -> tuple[int, int, int]:
@@ -123,7 +124,7 @@ class UsageSums:
         since the beginning of the tick's time. ``share``: the device, its slices and its energy."""
         (start_ms, since_ms, until_ms), (device, slices, energy_mj) = span, share
         ms, metrics, holders = until_ms - since_ms, device["metrics"], device.get("holders") or []
-        lost, is_rest = device.get("state", "ok") != "ok", device is devices[-1] and len(devices) > 1
+        lost, is_rest = not is_ok(device), device is devices[-1] and len(devices) > 1
         used = 0 if is_rest or lost else millionths(first(metrics, (BUSY[0], *BUSY[2:])))
         tensor = 0 if is_rest or lost else millionths(metrics.get("tensor_active_ratio"))
         memory = 0 if lost else round(metrics.get("memory_used_bytes") or 0)
@@ -153,7 +154,8 @@ class UsageSums:
         for index, row in enumerate(rows):
             amounts = Counter({field: split[field][index] for field in whole})
             row_ms = amounts["device_ms"]
-            amounts.update({"slice_ms": row_ms * slices, "idle_ms": row_ms * idle[index], f"{attribution}_ms": row_ms})
+            how = attribution if attribution in ("exact", "none") else "late"
+            amounts.update({"slice_ms": row_ms * slices, "idle_ms": row_ms * idle[index], f"{how}_ms": row_ms})
             self._rows[row].update(amounts)
 
     def windows(self, length_ms: int) -> dict[Row, Json]:
@@ -305,7 +307,7 @@ def identity_of(holder: Json) -> list[str]:
 
 
 def is_ok(device: Json) -> bool:
-    return bool(device.get("state", "ok") == "ok")
+    return device.get("state") not in ("lost", "timeout")
 
 
 def first(metrics: Json, keys: Sequence[str]) -> float | None:

@@ -12,6 +12,8 @@ from sinks.series.cache import Cache
 from sinks.series.extras import HeldDevice, Source, series_set
 from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, device_identity, node_of
 from sinks.series.model import Row, SeriesSet
+from sinks.series.relabel import Relabelling
+from sinks.series.relabel_file import load
 from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts, SeriesTick
 from sinks.series.translation import Translator
 from tests.growth import kept
@@ -331,14 +333,45 @@ def written_rows(translator: Translator, tick: SeriesTick, cache: Cache) -> list
     return [(key, *row) for key, row in zip(keys, of_each, strict=True)]
 
 
-@given(st.lists(DEVICES, min_size=2, max_size=6), st.booleans(), st.sampled_from(["otel", "otel,otel-suffixed"]))
-def test_a_tick_is_written_the_same_whatever_came_before_it(ticks: Any, by_pod: bool, names: str) -> None:
+RULES = {
+    "none": "[]",
+    "equal devices": "- {regex: gpu_uuid|UUID|gpu_index|gpu, action: labeldrop}",
+    "some dropped": "- {source_labels: [__name__, k8s_pod_name], regex: gpu_power_draw.*;|gpu_holders;a, action: drop}",
+    "equal names": "- {source_labels: [__name__], regex: gpu_.*, target_label: __name__, replacement: one}",
+    "of meta labels": "- {source_labels: [__meta_gpustream_serial, __meta_gpustream_pod_label_app], target_label: of}",
+}
+TICKS = st.lists(
+    st.tuples(
+        st.permutations(["GPU-0", "GPU-1", "GPU-2"]),
+        DEVICES,
+        st.sampled_from(["exact", "exact", "none"]),
+        st.sampled_from([{}, {"topology.kubernetes.io/zone": "a"}]),
+    ),
+    min_size=2,
+    max_size=6,
+)
+
+
+@given(
+    TICKS,
+    st.booleans(),
+    st.sampled_from(["otel", "otel,otel-suffixed", "dcgm,otel,dcgm-legacy"]),
+    st.sampled_from(sorted(RULES)),
+)
+def test_a_tick_is_written_the_same_whatever_came_before_it(ticks: Any, by_pod: bool, names: str, rules: str) -> None:
     profiles = [PROFILES[name] for name in profile_names(names)]
-    translator, cache = Translator(profiles, by_pod=by_pod), Cache()
-    for seq, devices in enumerate(ticks, 1):
-        listed = [{"uuid": f"GPU-{number}", **fields} for number, fields in enumerate(devices)]
-        tick = sample(seq, *listed, run_id=seq // 3) if listed else msgspec.structs.replace(sample(seq), devices=())
-        assert written_rows(translator, tick, cache) == written_rows(Translator(profiles, by_pod=by_pod), tick, Cache())
+    relabelling = Relabelling([load(RULES[rules], "rules.yml")] if rules != "none" else [])
+
+    def new_translator() -> Translator:
+        return Translator(profiles, by_pod=by_pod, relabelling=relabelling)
+
+    translator, cache = new_translator(), Cache()
+    for seq, (uuids, devices, attribution, node_labels) in enumerate(ticks, 1):
+        listed = [{"uuid": uuid, **fields} for uuid, fields in zip(uuids, devices, strict=False)]
+        fields = {"attribution": attribution, "node_labels": node_labels, "devices": listed}
+        tick, new_cache = sample(seq, run_id=seq // 3, **fields), Cache()
+        assert written_rows(translator, tick, cache) == written_rows(new_translator(), tick, new_cache)
+        assert cache.withheld == new_cache.withheld
 
 
 @given(

@@ -51,7 +51,9 @@ class BookkeeperHarness:
         self.written: list[Usage] = []
 
     def book(self, counted: CountedTick, logged_ms: int | None = None) -> Booking:
-        booking = self.keeper.book(counted, counted.ts_ms if logged_ms is None else logged_ms)
+        if logged_ms is None:
+            logged_ms = counted.ts_ms if counted.logged_ms is None else counted.logged_ms
+        booking = self.keeper.book(counted, logged_ms)
         self.learn(booking.records)
         return booking
 

@@ -13,6 +13,7 @@ from gpustream.replay import PartitionReplay
 from gpustream.usage.read import Range
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.measure import divide
+from streams.usage.tick import CountedTick
 from tests.streams.usage.made import START_MS, BookkeeperHarness, Json, holder, mig, tick
 from tests.usage_sums import FIELDS, UsageSums
 from topics.times import MAX_TIME_MS
@@ -20,18 +21,24 @@ from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
 
 class Step(NamedTuple):
-    """A tick: how long after the one before (below 0: a new run, with a clock that was set back), and what it says."""
+    """A tick: how long after the one before (below 0: a new run, with a clock that was set back), and what it says.
+
+    ``ahead_ms``: how far its clock is ahead of the broker's. ``again``: so many of the last ticks are read again after
+    it.
+    """
 
     after_ms: int
     devices: list[Json]
     attribution: str
     interval_ms: int
+    ahead_ms: int = 0
+    again: int = 0
 
 
 readings = st.fixed_dictionaries(
     {},
     optional={
-        "gpu_utilization_ratio": st.sampled_from([0.0, 0.004, 0.37, 1.0]),
+        "gpu_utilization_ratio": st.sampled_from([0.0, 0.004, 0.37, 1.0, 1.01]),
         "sm_active_ratio": st.sampled_from([0.0, 0.004, 0.37]),
         "encoder_utilization_ratio": st.sampled_from([0.0, 0.5]),
         "tensor_active_ratio": st.sampled_from([0.0, 0.25]),
@@ -44,10 +51,19 @@ readings = st.fixed_dictionaries(
 
 @st.composite
 def holders(draw: st.DrawFn, most: int) -> list[Json]:
-    """Containers of up to three pods; one may run on a device that it was not given."""
+    """Containers of up to three pods, whose labels and workloads change; one may run on a device that it was not given,
+    and of one the uid is not known."""
     names = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["main", "sidecar"]))
+    workload, labels = draw(st.sampled_from([None, {"kind": "Job", "name": "bert"}])), draw(st.sampled_from("xy"))
     pods = [
-        holder(pod, draw(st.sampled_from([None, 0.0, 0.004, 0.1, 0.3])), container=container)
+        holder(
+            pod,
+            draw(st.sampled_from([None, 0.0, 0.004, 0.1, 0.3])),
+            container=container,
+            pod_uid=None if pod == "c" else f"uid-{pod}",
+            workload=workload,
+            labels={"team": labels},
+        )
         for pod, container in draw(st.lists(names, unique=True, max_size=most))
     ]
     for row in pods:
@@ -62,8 +78,9 @@ def devices(draw: st.DrawFn) -> list[Json]:
     devices_found: list[Json] = []
     for uuid in draw(st.lists(st.sampled_from(["GPU-a", "GPU-b"]), unique=True, max_size=2)):
         parts = draw(st.lists(st.sampled_from(["1g.10gb", "2g.20gb", "1c.3g.40gb", "7g.80gb"]), max_size=3))
-        state = draw(st.sampled_from(["ok"] * 4 + ["lost", "timeout"]))
+        state = draw(st.sampled_from(["ok"] * 4 + ["lost", "timeout", "of a later version"]))
         fields = {"compute_slices": 7, "metrics": draw(readings), "state": state}
+        fields["attribution"] = draw(st.sampled_from([None, None, None, "none"]))
         devices_found.append({"uuid": uuid, "model": "H100", **fields, "holders": [] if parts else draw(holders(4))})
         if ran := draw(st.sampled_from([None, 0.0, 0.2])):
             devices_found[-1]["processes"] = [{"pid": 1, "pod_uid": "uid-a", "sm_utilization_ratio": ran}]
@@ -76,7 +93,15 @@ def devices(draw: st.DrawFn) -> list[Json]:
 
 gaps = st.sampled_from([500, 1000, 1000, 1000, 2500, 3000, 3500, 61_000, 900_000, 1_511_003, 4_000_000, -1000, -70_000])
 steps = st.lists(
-    st.builds(Step, gaps, devices(), st.sampled_from(["exact", "late", "none"]), st.sampled_from([1000, 2000])),
+    st.builds(
+        Step,
+        gaps,
+        devices(),
+        st.sampled_from(["exact", "late", "none", "of a later version"]),
+        st.sampled_from([1000, 2000]),
+        ahead_ms=st.sampled_from([0, 0, 0, 0, 0, 59_000, 61_000]),
+        again=st.sampled_from([0, 0, 0, 0, 1, 3]),
+    ),
     min_size=2,
     max_size=25,
 )
@@ -84,14 +109,19 @@ steps = st.lists(
 
 def records_of(story: list[Step]) -> list[Any]:
     """The ticks of a story, and a last one hours later that closes all."""
-    records, at_ms, run_id = [], 3_000_000, 1
+    records, at_ms, run_id = list[Any](), 3_000_000, 1
     for seq, step in enumerate(story, 1):
         at_ms, run_id = at_ms + step.after_ms, run_id + (step.after_ms < 0)
-        fields = {"attribution": step.attribution, "interval_ms": step.interval_ms}
-        records.append(tick(at_ms, *step.devices, run_id=run_id, seq=seq, offset=seq, **fields))
+        fields: Json = {"attribution": step.attribution, "interval_ms": step.interval_ms, "logged_ms": START_MS + at_ms}
+        records.append(tick(at_ms + step.ahead_ms, *step.devices, run_id=run_id, seq=seq, offset=seq, **fields))
+        records += records[-step.again :] if step.again else ()
     newest_ms = max(record.ts_ms for record in records) - START_MS
     records.append(tick(newest_ms + 3 * HOUR_MS, run_id=10_000, seq=1, offset=10_000))
     return records
+
+
+def logged_ms(counted: CountedTick) -> int:
+    return counted.ts_ms if counted.logged_ms is None else counted.logged_ms
 
 
 @pytest.mark.parametrize("split", ["used", "equal"])
@@ -100,7 +130,7 @@ def test_every_field_of_every_window_equals_the_sums_of_independent_code(split: 
     ticks, sums = records_of(story), UsageSums(split)
     harness = BookkeeperHarness(Accounting(split)).play(*ticks)
     for counted in ticks:
-        sums.add(msgspec.json.decode(msgspec.json.encode(counted)), counted.ts_ms)
+        sums.add(msgspec.json.decode(msgspec.json.encode(counted)), logged_ms(counted))
     for lasts_ms in (MINUTE_MS, HOUR_MS):
         assert (
             sums.differences([row for (lasts, *_), row in harness.records.items() if lasts == lasts_ms], lasts_ms) == []
@@ -169,7 +199,7 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
 def test_a_replay_gives_the_same_records_but_for_the_generation(story: list[Step]) -> None:
     ticks = records_of(story)
     replay = PartitionReplay(Range(START_MS, MAX_TIME_MS), Accounting(generation=7))
-    rows = [row for counted_tick in ticks for row in replay.book(counted_tick, counted_tick.ts_ms)] + replay.end(0)
+    rows = [row for counted_tick in ticks for row in replay.book(counted_tick, logged_ms(counted_tick))] + replay.end(0)
     live = {_named(row): row for row in BookkeeperHarness().play(*ticks).records.values() if row.final}
     booked = {_named(row): msgspec.structs.replace(row, generation=0) for row in rows}
     assert booked == live
