@@ -31,6 +31,7 @@ BUCKET_MS = 5_000
 YOUNG_MS = 10_000  # a condition that is pending for less is not saved yet; rising counters are saved at this interval
 YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are saved at this interval
 MOST_REMOVED = 2048  # removed devices whose errors are remembered: the producer itself counts those of half as many
+_LARGEST = 1e30  # a counter that reads more counts nothing, and sums of such readings may not be floats
 XID = "xid/"  # the prefix of the names of XID counters; the code follows
 
 COUNTERS = (
@@ -272,6 +273,8 @@ def update_windows(device: Device, before: ErrorWindows | None, ts_ms: int) -> E
     windows, changed = before or {}, dict[str, ErrorWindow]()
     for name, value in zip(COUNTERS, values, strict=True):
         window = windows.get(name)
+        if value is not None and not -_LARGEST <= value <= _LARGEST:
+            value = None
         if window is None:
             if value is not None:
                 changed[name] = ErrorWindow(value) if value else _AT_ZERO  # the first reading

@@ -29,6 +29,7 @@ _FIGURES_MS = 5_000  # the interval of the ticks that figures are taken of
 _UNITS_PER_MS = 10  # work is counted in tenths of a millisecond: a day of them is less than 32 bits
 _MARK = struct.Struct("<II")
 _MASK = 0xFFFFFFFF
+_MOST_SECONDS = 1e12  # a counter of seconds that reads more, or less than zero, counts something else
 _THROTTLE_REASONS = 0x8 | 0x20 | 0x40 | 0x80  # clock_event_reasons: hardware slowdown, temperature, power brake
 
 FIGURES = ("utilization", "sm_active", "tensor_active", "sm_clock_hz", "power_watts", "throttled", "violation")
@@ -160,7 +161,8 @@ def _update_use(
 def _violation_seconds(metrics: Metrics | None) -> float:
     if metrics is None:
         return 0.0
-    return (metrics.power_violation_seconds_total or 0.0) + (metrics.thermal_violation_seconds_total or 0.0)
+    seconds = (metrics.power_violation_seconds_total or 0.0, metrics.thermal_violation_seconds_total or 0.0)
+    return sum([total for total in seconds if 0.0 <= total <= _MOST_SECONDS])
 
 
 def _add_figures(sums: Figures, metrics: Metrics, violation_s: float) -> Figures:

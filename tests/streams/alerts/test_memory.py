@@ -52,6 +52,12 @@ def test_the_windows_of_a_device_that_is_forgotten_go_with_it() -> None:
     assert (memory.devices, memory.windows) == ({}, {})
 
 
+def test_the_state_of_a_counter_whose_readings_can_not_be_added_up_is_read_back() -> None:
+    readings = (0, 1.7e308, 0, 1.7e308)
+    memory = memory_after(*(tick(i / 10, device(0, nvlink_crc_errors_total=value)) for i, value in enumerate(readings)))
+    assert msgspec.json.decode(msgspec.json.encode(memory), type=Memory) == memory
+
+
 def test_a_pod_is_remembered_with_its_workload_from_its_first_tick_on() -> None:
     memory = memory_after(tick(0, device(0)), tick(5, device(0, holder())), tick(9, device(0, holder())))
     (pod,) = memory.devices[gpu(0)].pods
@@ -83,7 +89,7 @@ devices = st.builds(
     st.integers(0, 2),
     pods,
     st.sampled_from(["ok", "lost", "timeout"]),
-    st.none() | st.integers(0, 300),
+    st.none() | st.integers(0, 300) | st.sampled_from([1e20, 1.7e308, -1.7e308]),
     st.dictionaries(st.sampled_from(["13", "79", "x"]), st.integers(0, 3)),
     st.none() | st.just((AttributedEvent("xid", 79),)),
 )  # fmt: skip

@@ -67,6 +67,12 @@ def test_a_ratio_that_is_none_counts_as_the_nearest_that_is_one(written: float, 
     assert mean(*[busy(s, written) for s in range(0, 305, 5)]) == meant
 
 
+def test_the_sums_of_counters_whose_readings_can_not_be_added_up_are_read_back() -> None:
+    counters = dict.fromkeys(("power_violation_seconds_total", "thermal_violation_seconds_total"), 1.7e308)
+    memory = uses_after(*[busy(s, 0.5, **counters) for s in range(0, 305, 5)])
+    assert msgspec.json.decode(msgspec.json.encode(memory), type=Memory) == memory
+
+
 def test_a_tick_that_does_not_say_who_holds_what_is_no_reading() -> None:
     blind = [tick(FROM_S + s, device(0, busy=1.0), attribution="none") for s in range(100, 150, 5)]
     ticks = [*[busy(s, 0.2) for s in range(0, 100, 5)], *blind, *[busy(s, 0.2) for s in range(150, 305, 5)]]
