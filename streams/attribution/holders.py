@@ -57,7 +57,7 @@ _CONTROLLERS = {("batch", "Job"): "job", ("apps", "StatefulSet"): "statefulset",
 
 _STATIC_UID_LENGTH = 32  # a control group's uid of a static pod has no dashes, and the API server has another
 _SLACK = 1e-9  # a sum may exceed the device by this share: ratios of percents do not add up exactly
-_LARGEST = 1e30  # a larger value measures nothing, and sums of such values may not be floats
+_LARGEST = 2**63 - 1  # a larger value measures nothing, and no integer of a record is larger
 _NO_PARTS = Parts()
 _replace = msgspec.structs.replace
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from streams.attribution.attribute import ResolvedSnapshot, attribute, facts_of
@@ -326,6 +326,28 @@ def test_a_sole_holder_has_what_it_has_beside_one_that_does_nothing(
     assert msgspec.json.encode((alone.holders[0], alone.unattributed, alone.scaled)) == msgspec.json.encode(
         (beside.holders[0], beside.unattributed, beside.scaled)
     )
+
+
+_any_number = st.sampled_from([0, -0.0, 5e-324, 0.5, 1, 2**63 - 1, 2.0**63, 1e30, 1.7e308, -(2**63), -1.7e308])
+
+
+@example(
+    {"memory_used_bytes": 1e30}, [process("a", None, 2**63 - 1), process("a", None, 2**63 - 1)], [holder("a")]
+)  # what both use together is no integer of a record
+@given(
+    st.dictionaries(st.sampled_from(sorted(QUANTITIES.values())), _any_number),
+    st.lists(
+        st.builds(process, st.none() | _pods, st.none() | _any_number, st.none() | st.integers(0, 2**63 - 1)),
+        max_size=5,
+    ),
+    _holders,
+)
+def test_whatever_numbers_a_producer_writes_the_parts_can_be_read(
+    metrics: dict[str, float], processes: list[Process], holders: list[Holder]
+) -> None:
+    result = split(device(*processes, **metrics), tuple(holders))
+
+    assert msgspec.json.decode(msgspec.json.encode(result), type=Split) == result
 
 
 # -- jobs of a batch system, on a node without a kubelet
