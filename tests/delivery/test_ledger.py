@@ -2,11 +2,13 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from delivery.ledger import Ledger, Partition, Slot
 
 TP = Partition("ticks", 0)
 OTHER_TP = Partition("ticks", 1)
+PARTITIONS = st.sampled_from([TP, OTHER_TP])
 
 
 def ledger_at(offset: int = 0) -> Ledger:
@@ -57,6 +59,82 @@ def test_every_record_that_was_read_is_finished_or_held_or_forgotten(actions: li
         assert counts["ticks", "read"] == open_count + sum(
             counts["ticks", end] for end in ("delivered", "duplicate", "released")
         )
+
+
+class LedgerAndLists(RuleBasedStateMachine):
+    """A ledger of two partitions beside lists of what was read of each, in the order of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.old = Ledger(), list[Slot]()
+        self.restart([0, 0])
+
+    def restart(self, begins: list[int]) -> None:
+        self.begins = self.nexts = dict(zip((TP, OTHER_TP), begins, strict=True))
+        self.read: dict[Partition, list[Slot]] = {TP: [], OTHER_TP: []}
+        self.open: list[Slot] = []
+        self.bytes = dict[Slot, int]()
+        self.skipped: dict[Partition, int] = {TP: 0, OTHER_TP: 0}
+        self.ledger.begin(self.begins)
+
+    @rule(tp=PARTITIONS, gap=st.integers(0, 2), size=st.integers(0, 9))
+    def admit(self, tp: Partition, gap: int, size: int) -> None:
+        offset = self.nexts[tp] + gap
+        slot = self.ledger.admit(tp, offset, size)
+        self.nexts = {**self.nexts, tp: offset + 1}
+        self.read[tp].append(slot)
+        self.open.append(slot)
+        self.bytes[slot] = size
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), again=st.booleans())
+    def finish(self, data: st.DataObject, again: bool) -> None:
+        slot = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        for _ in range(1 + again):
+            self.ledger.finish(slot)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def set_aside(self, data: st.DataObject) -> None:
+        slot = self.open[data.draw(st.integers(0, len(self.open) - 1))]
+        self.ledger.set_aside(slot)
+        self.bytes[slot] = 0
+
+    @rule(tp=PARTITIONS, by=st.integers(-3, 3))
+    def skip(self, tp: Partition, by: int) -> None:
+        self.ledger.skip(tp, self.nexts[tp] + by)
+        self.nexts = {**self.nexts, tp: self.nexts[tp] + max(0, by)}
+        if not [slot for slot in self.read[tp] if slot in self.open]:
+            self.skipped[tp] = self.nexts[tp]
+
+    @rule(begins=st.lists(st.integers(0, 9), min_size=2, max_size=2))
+    def begin(self, begins: list[int]) -> None:
+        self.old += self.open
+        self.restart(begins)
+
+    @precondition(lambda self: self.old)
+    @rule()
+    def finish_what_is_given_back(self) -> None:
+        self.ledger.set_aside(self.old[0])
+        self.ledger.finish(self.old.pop(0))
+
+    @invariant()
+    def it_says_what_the_lists_say(self) -> None:
+        for tp in (TP, OTHER_TP):
+            unfinished = [slot.offset for slot in self.read[tp] if slot in self.open]
+            last = self.read[tp][-1].offset + 1 if self.read[tp] else self.begins[tp]
+            first_open = next((number for number, slot in enumerate(self.read[tp]) if slot in self.open), None)
+            before = self.read[tp][:first_open]
+            prefix = last if first_open is None else before[-1].offset + 1 if before else self.begins[tp]
+            assert self.ledger.position(tp) == max(prefix, self.skipped[tp])
+            assert self.ledger.expected(tp) == self.nexts[tp]
+            if unfinished:
+                assert self.ledger.last_unfinished(tp) >= unfinished[-1]
+        assert self.ledger.open_bytes == sum(self.bytes[slot] for slot in self.open)
+        assert self.ledger.held["ticks"] == len(self.open)
+
+
+TestTheLedgerSaysWhatListsSay = LedgerAndLists.TestCase
 
 
 def test_a_record_of_an_older_epoch_does_not_count() -> None:
