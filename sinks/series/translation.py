@@ -334,7 +334,7 @@ class Translator:
         """A device's holders and XID errors, beside its metrics.
 
         The code of the last error is 0 if the producer has seen none. It is None if there were errors of several codes
-        before this sink's first tick: which came last is unknown then.
+        before this sink's first tick, or in ticks that did not come: which came last is unknown then.
         """
         of_holders = None if holders is None else float(holders)
         if not (device.xids or (device.info and device.mig is None)):  # else the producer watches XID errors
@@ -348,8 +348,10 @@ class Translator:
             cache.last_xids[device.uuid] = event_codes[-1]
         elif not counted_codes:
             cache.last_xids[device.uuid] = 0
-        elif device.uuid not in cache.last_xids and len(counted_codes) == 1:
-            cache.last_xids[device.uuid] = counted_codes[0]
+        elif not cache.last_xids.get(device.uuid):
+            cache.last_xids.pop(device.uuid, None)
+            if len(counted_codes) == 1:
+                cache.last_xids[device.uuid] = counted_codes[0]
         return of_holders, xids, cache.last_xids.get(device.uuid)
 
     def _metric_sets(

@@ -136,6 +136,12 @@ def test_of_several_codes_that_came_before_the_sink_none_is_said_to_be_the_last(
     assert xids({"xids": {"31": 2, "79": 1}}) == [{"gpu_xid_errors": 3.0}]
 
 
+def test_an_error_whose_tick_did_not_come_is_the_last_one_all_the_same() -> None:
+    missed = {"info": INFO, "xids": {"79": 1}}, {"info": INFO, "xids": {"79": 1}}
+    assert xids({"info": INFO}, *missed)[1:] == [{"DCGM_FI_DEV_XID_ERRORS": 79.0, "gpu_xid_errors": 1.0}] * 2
+    assert xids({"info": INFO}, {"info": INFO, "xids": {"31": 1, "79": 1}})[1:] == [{"gpu_xid_errors": 2.0}]
+
+
 def test_a_code_of_more_digits_than_a_number_has_is_written_as_infinity() -> None:
     assert xids({"xids": {"9" * 5000: 1}}) == [{"DCGM_FI_DEV_XID_ERRORS": math.inf, "gpu_xid_errors": 1.0}]
 
