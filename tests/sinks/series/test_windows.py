@@ -16,7 +16,7 @@ from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import Aggregate, NodeWindow, Resolution, aggregates
 from tests.sinks.conftest import device, sample
-from topics.profiles import PROFILES, ProfileName
+from topics.profiles import PROFILES, ProfileName, insert_suffix, profile_names
 
 ALL: tuple[Aggregate, ...] = ("min", "mean", "max")
 EPOCH_MS = 1_795_219_200_000
@@ -26,8 +26,8 @@ Series = tuple[tuple[str, str], ...]
 PointsBySeries = dict[Series, list[tuple[int, float | str]]]
 
 
-def translator(name: ProfileName = "otel", relabelling: Relabelling | None = None) -> Translator:
-    return Translator([PROFILES[name]], relabelling=relabelling or Relabelling())
+def translator(name: ProfileName = "otel") -> Translator:
+    return Translator([PROFILES[name]])
 
 
 def tick(seq: int, second: float, *devices: dict[str, Any], **fields: Any) -> SeriesTick:
@@ -77,8 +77,8 @@ def seen_tick(
             seen[labels] = value, "each" if every_tick else own if own in kinds else "last"
             if own is None and row.kind == "gauge" and row.unit not in {"", "bitmask", "code"} and not every_tick:
                 for kind in kinds:
-                    if f"{row.name}_{kind}" not in names:
-                        seen[renamed(labels, kind)] = value, kind
+                    if (name := insert_suffix(row.name, f"_{kind}", row.unit)) not in names:
+                        seen[tuple(sorted({**dict(labels), "__name__": name}.items()))] = value, kind
     return seen
 
 
@@ -106,10 +106,6 @@ def truth(ticks: Sequence[SeriesTick], seen: Sequence[dict[Series, tuple[float, 
     return points_by_series
 
 
-def renamed(series: Series, kind: str) -> Series:
-    return tuple(sorted((key, f"{value}_{kind}" if key == "__name__" else value) for key, value in series))
-
-
 numbers = st.sampled_from([0.0, 1.0, 2.5, 3.0])
 
 
@@ -127,13 +123,20 @@ def readings(draw: st.DrawFn) -> dict[str, float]:
     return metrics | {key: of_power[key] for key in draw(st.sets(st.sampled_from(sorted(of_power))))}
 
 
-holders = st.lists(st.sampled_from("pq").map(lambda pod: {"namespace": "ml", "pod": pod}), unique_by=str, max_size=2)
+ratios = st.sampled_from([0.0, 0.25, 0.5])
+parts = st.fixed_dictionaries({}, optional={"utilization_ratio": ratios, "power_watts": ratios})
+holders = st.lists(
+    st.builds(lambda pod, of_pod: {"namespace": "ml", "pod": pod, "parts": of_pod}, st.sampled_from("pq"), parts),
+    unique_by=lambda holder: str(holder["pod"]),
+    max_size=2,
+)
 devices = st.lists(
     st.builds(
         device,
         st.sampled_from(["GPU-a", "GPU-b", "GPU-c"]),
         metrics=readings(),
         holders=holders,
+        unattributed=st.none() | parts,
         events=st.lists(st.sampled_from([{"kind": "xid", "code": 79}, {"kind": "xid", "code": 13}]), max_size=1),
     ),
     unique_by=lambda one: str(one["uuid"]),
@@ -146,15 +149,30 @@ RULES = {
 }
 
 
+WRITTEN = (
+    ("otel", False, "none"),
+    ("otel", False, "equal devices"),
+    ("otel", True, "some dropped"),
+    ("otel,dcgm", True, "none"),
+    ("dcgm-4.9", False, "none"),
+)
+"""In which names, whether by pod, and under which rules."""
+
+
 @given(
     st.lists(st.tuples(st.sampled_from([0.5, 1, 3, 9, 40, 0, -1]), devices), max_size=10),
     st.sampled_from([(), ALL, ("max",), ("mean",)]),
-    st.sampled_from(sorted(RULES)),
+    st.sampled_from(WRITTEN),
 )
 def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
-    steps: list[tuple[float, list[dict[str, Any]]]], kinds: tuple[Aggregate, ...], rules: str
+    steps: list[tuple[float, list[dict[str, Any]]]], kinds: tuple[Aggregate, ...], written: tuple[str, bool, str]
 ) -> None:
+    names, by_pod, rules = written
     relabelling = Relabelling([load(RULES[rules], "rules.yml")] if rules != "none" else [])
+
+    def new_translator() -> Translator:
+        return Translator([PROFILES[name] for name in profile_names(names)], by_pod=by_pod, relabelling=relabelling)
+
     if rules != "none":  # what may collide is not written at a time at which it has ended, or before
         steps = [(abs(after) or 1, of_step) for after, of_step in steps]
     for _, of_step in steps if rules == "equal devices" else ():  # the driver's value of one is no aggregate of another
@@ -167,9 +185,9 @@ def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
         sample(number, *of_step, ts_ms=EPOCH_MS + round(1000 * (20 + second)), devices=of_step)
         for number, (second, (_, of_step)) in enumerate(zip(seconds, steps, strict=True), 1)
     ]
-    seen = [seen_tick(series_tick, translator("otel", relabelling), kinds) for series_tick in ticks]
+    seen = [seen_tick(series_tick, new_translator(), kinds) for series_tick in ticks]
 
-    assert write(ticks, Resolution(15_000, kinds), translator("otel", relabelling)) == truth(ticks, seen)
+    assert write(ticks, Resolution(15_000, kinds), new_translator()) == truth(ticks, seen)
 
 
 def test_a_spike_of_one_tick_is_in_the_maximum_and_nowhere_else() -> None:
