@@ -74,7 +74,7 @@ def seen_tick(
         for labels, row, value in zip(group.series.series(), group.series.rows, group.values, strict=True):
             own = OF_THE_DRIVER.get(row.name)
             every_tick = row.name == "gpu_pod_xid_errors"
-            seen[labels] = value, "each" if every_tick else own if own in kinds else "last"
+            seen[labels] = value, "each" if every_tick else own if own is not None and own in kinds else "last"
             if own is None and row.kind == "gauge" and row.unit not in {"", "bitmask", "code"} and not every_tick:
                 for kind in kinds:
                     if (name := insert_suffix(row.name, f"_{kind}", row.unit)) not in names:
