@@ -83,19 +83,7 @@ class ThrottlingQuotaExceededError(BrokerResponseError):  # type: ignore[misc]
     errno, message, retriable = 89, "THROTTLING_QUOTA_EXCEEDED", True
 
 
-aiokafka.errors.kafka_errors |= {
-    kind.errno: kind
-    for kind in (
-        FencedLeaderEpochError,
-        UnknownLeaderEpochError,
-        OffsetNotAvailableError,
-        GroupMaxSizeReachedError,
-        FencedInstanceIdError,
-        InvalidRecordError,
-        UnstableOffsetCommitError,
-        ThrottlingQuotaExceededError,
-    )
-}
+aiokafka.errors.kafka_errors |= {kind.errno: kind for kind in BrokerResponseError.__subclasses__()}
 
 _ACLS = "give its user the ACLs of this component that docs/how-to/kafka.md lists"
 _DENIED = {

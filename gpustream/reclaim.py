@@ -24,11 +24,11 @@ from delivery.kafka_admin import BrokerError
 from delivery.kubernetes.client import Client, Unreachable
 from delivery.kubernetes.credentials import ConfigError
 from delivery.sender import Sender
-from delivery.settings import READABLE_FILE
 from delivery.values import printable
 from gpustream import history
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, output_format
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, options, output_format
 from gpustream.output import answer, json_lines, second, show
+from producers.cluster.config import ClusterSettings
 from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import Objection, describe, unpatch, was_undone
 from sinks.reclaim.ledger import OVER
@@ -83,12 +83,7 @@ def list_(connection: Connection, namespace: str | None, form: Literal["table", 
 @reclaim.command("undo", cls=Command, example="gpustream reclaim undo 3f5a0c8e9b1d2c47 --kafka 127.0.0.1:9092")
 @click.argument("action", cls=Argument)
 @KAFKA
-@option(
-    "--kubeconfig",
-    type=READABLE_FILE,
-    help="How to reach the API server.",
-    show_default="the pod's service account, else KUBECONFIG, else ~/.kube/config",
-)
+@options(ClusterSettings, only=("kubeconfig",))
 @LOG_FORMAT
 def undo(action: str, connection: Connection, kubeconfig: Path | None) -> None:
     """Give a workload its replicas back, or let it go on, unless somebody changed it since. ACTION: `list` has it."""
