@@ -11,7 +11,7 @@ import logging
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -95,7 +95,7 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
         await asyncio.sleep(settings.interval_s)
         reads = gpus.read(within_s), kubelet.read(KUBELET_WITHIN_S), files.read(within_s)
         gpu_devices, containers, job_mapping = await asyncio.gather(*reads)
-        refusals, placement = gpus.unreadable(), place_containers(containers or (), gpu_devices)
+        refusals, (holders, unplaced) = gpus.unreadable(), place_containers(containers or (), gpu_devices)
         return {
             "schema": SCHEMA,
             "node": settings.node,
@@ -110,7 +110,7 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
             "job_files": {"directory": _text(settings.hpc_job_mapping_dir), "troubles": files.troubles()},
             "devices": describe(
                 with_jobs(gpu_devices, job_mapping, lambda job_id: files.enriched(owners.jobs.of(job_id))),
-                placement.holders,
+                holders,
                 {refusal.uuid: refusal.failed_call for refusal in refusals if refusal.uuid is not None},
                 gpus.left_out(),
             ),
@@ -119,7 +119,7 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
                 for refusal in refusals
                 if refusal.uuid is None
             ],
-            "unplaced": list(placement.unplaced),
+            "unplaced": unplaced,
         }
     finally:
         gpus.close()
@@ -127,15 +127,8 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
         await kubelet.close()
 
 
-class Placed(NamedTuple):
-    """The kubelet's containers by the UUID of their device; the ids that name no device, with the reason."""
-
-    holders: Mapping[str, Sequence[Json]]
-    unplaced: Sequence[Json]
-
-
-def place_containers(containers: Iterable[Json], devices: Sequence[Json]) -> Placed:
-    """Which container holds which device, by the device ids that the kubelet reports.
+def place_containers(containers: Iterable[Json], devices: Sequence[Json]) -> tuple[dict[str, list[Json]], list[Json]]:
+    """The containers by the UUID of the device that they hold, and the ids that name no device, with the reason.
 
     ``hami_slot`` marks a slot of HAMi's, which may be on another device than its id names.
     """
@@ -157,7 +150,7 @@ def place_containers(containers: Iterable[Json], devices: Sequence[Json]) -> Pla
                 holders.setdefault(uuid, []).append(holder)
         claims = container.get("claims", ())
         unplaced += [{**container_fields, "device_id": None, "claim": dict(claim), "why": "claim"} for claim in claims]
-    return Placed(holders, unplaced)
+    return holders, unplaced
 
 
 def describe(

@@ -300,13 +300,6 @@ class _Handler(WSGIRequestHandler):
         """Nothing is logged."""
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The family and the address of a host: of a name that has both, IPv4."""
-    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = min(results, key=lambda result: result[0] != socket.AF_INET)
-    return family, str(address[0])
-
-
 class _Server(ThreadingWSGIServer):
     """The library's server, at an IPv4 or IPv6 address, which never asks a name server for its own name.
 
@@ -316,11 +309,13 @@ class _Server(ThreadingWSGIServer):
     request_queue_size = 32
 
     def __init__(self, address: Address) -> None:
-        self.address_family, host = _resolved(bound_host(address.host), address.port)
+        results = socket.getaddrinfo(bound_host(address.host), address.port, type=socket.SOCK_STREAM)
+        # of a name that has both, IPv4
+        self.address_family, _, _, _, resolved = min(results, key=lambda result: result[0] != socket.AF_INET)
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._clients: dict[socket.socket, None] = {}  # the oldest first
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
-        super().__init__((host, address.port), _Handler)
+        super().__init__((str(resolved[0]), address.port), _Handler)
 
     def get_request(self) -> Any:
         """Accepts a client, with the descriptor in reserve if no other is left."""

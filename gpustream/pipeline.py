@@ -14,12 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from delivery.connection import Connection
 from delivery.ledger import Partition
 from delivery.tasks import set_within
-from gpustream.history import Span, opened
+from gpustream.history import Span, decoded, opened
 from gpustream.serve import Component
 from gpustream.ticks import Tick, decode_tick
 from topics import alerts, attributed, dead_letters
@@ -85,12 +83,7 @@ class Tail:
                     if dead_letters.RESUBMITTED not in headers:
                         self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
                 else:
-                    try:
-                        tick = decode_tick(record.value or b"")
-                    except msgspec.DecodeError as error:
-                        at = {"partition": record.partition, "offset": record.offset}
-                        log.warning("not a tick: %s", error, extra=at)
-                    else:
+                    for _, tick in decoded([record], decode_tick, log):
                         self._on_tick(tick)
 
     async def stop(self) -> None:

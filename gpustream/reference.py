@@ -9,7 +9,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -29,13 +29,6 @@ MARK = "<!-- Written by `python -m gpustream.reference`: change the code that it
 _PACKAGES = (producers, streams, sinks, gpustream)
 _UNSET = "-"
 _COLUMNS = ("option", "variable", "default", "meaning")
-
-
-class MetricsSection(NamedTuple):
-    """The instruments of one package: its import path, and the rows that no section before it has."""
-
-    package: str
-    rows: list[Instrument]
 
 
 def options_markdown() -> str:
@@ -101,12 +94,12 @@ def metrics_markdown() -> str:
         "`ticks_dropped_total` and `ticks_held`. What one process releases, and what it held when it was killed, the "
         "next one reads. So across lives it is the tick that counts: the set of (cluster, node, run_id, seq).",
     ]
-    for section in sections():
+    for package, instruments in sections():
         rows = [
             (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels) or _UNSET, row.help)
-            for row in section.rows
+            for row in instruments
         ]
-        parts += [f"## {section.package}", table(("metric", "kind", "labels", "meaning"), rows)]
+        parts += [f"## {package}", table(("metric", "kind", "labels", "meaning"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -115,8 +108,8 @@ def files() -> dict[Path, str]:
     return {FOLDER / "options.md": options_markdown(), FOLDER / "own-metrics.md": metrics_markdown()}
 
 
-def sections() -> Iterator[MetricsSection]:
-    """Every package's instruments, each once, in the order of the flow.
+def sections() -> Iterator[tuple[str, list[Instrument]]]:
+    """The import path of every package and its instruments, each once, in the order of the flow.
 
     In a package the module ``instruments`` comes first: other modules repeat instruments that several components have.
     """
@@ -130,7 +123,7 @@ def sections() -> Iterator[MetricsSection]:
             seen.update(row.name for row in rows)
             if rows:
                 parent = name.rpartition(".")[0]
-                yield MetricsSection(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
+                yield name if parent == sinks.__name__ else parent, rows  # a sink may be one module
 
 
 def _option_rows(command: click.Command, *, shared: bool) -> list[tuple[str, str, str, str]]:

@@ -268,10 +268,10 @@ class OneProcess:
                 driver.stop_application_mode()
         os._exit(code)
 
-    def _sampled(self) -> list[Sampled]:
-        """Each node's runs so far, with the number of the last tick of each. Dropped ticks are counted too."""
+    def _sampled(self) -> Sampled:
+        """Each node's runs so far, with the number of the last tick of each."""
         cluster = self._settings.cluster
-        return [Sampled(Run(cluster, node, run_id), seq) for node, run_id, seq in self._producer.sampled()]
+        return {Run(cluster, node, run_id): seq for node, run_id, seq in self._producer.sampled()}
 
     def _behind(self) -> int:
         """How many sampled ticks have not come out of attribution, or are not in some sink."""

@@ -77,11 +77,8 @@ class Ranges:
         return [(last + 1, first - 1) for last, first in zip(self._lasts, self._firsts[1:], strict=False)]
 
 
-class Sampled(NamedTuple):
-    """A run of which the ticks 1 to ``last_seq`` were sampled, those dropped included."""
-
-    run: Run
-    last_seq: int
+Sampled = Mapping[Run, int]
+"""By run the number of its last tick: the ticks from 1 to it were sampled, those dropped included."""
 
 
 class SinkTally:
@@ -157,29 +154,27 @@ class Tally:
         """Counts a dead letter: its original's topic, partition and offset, and the stage that gave up."""
         self._letters.add(identity)
 
-    def unattributed(self, sampled: Iterable[Sampled]) -> int:
+    def unattributed(self, sampled: Sampled) -> int:
         """How many of the sampled ticks have not come out of attribution."""
         return missing(sampled, [self._attributed])
 
-    def behind(self, sink: str, sampled: Iterable[Sampled]) -> int:
+    def behind(self, sink: str, sampled: Sampled) -> int:
         """How many of the sampled ticks one sink has neither taken nor dead-lettered."""
         return missing(sampled, [self.sinks[sink].ticks])
 
-    def undelivered(self, sampled: Iterable[Sampled]) -> int:
+    def undelivered(self, sampled: Sampled) -> int:
         """How many of the sampled ticks some sink has neither taken nor dead-lettered."""
         return missing(sampled, [sink.ticks for sink in self.sinks.values()])
 
-    def summary(
-        self, sampled: Collection[Sampled], *, values: int, delivered: dict[str, int], dropped: int
-    ) -> RunSummary:
+    def summary(self, sampled: Sampled, *, values: int, delivered: dict[str, int], dropped: int) -> RunSummary:
         """The summary of the run. ``values``: in all sampled ticks; ``delivered``: by sink; ``dropped``: ticks."""
         return RunSummary(
-            ticks=sum(sampled_run.last_seq for sampled_run in sampled),
+            ticks=sum(sampled.values()),
             samples=values,
             attributed=Attributed(
-                exact=sum(self._kinds[sampled_run.run, "exact"] for sampled_run in sampled),
-                late=sum(self._kinds[sampled_run.run, "late"] for sampled_run in sampled),
-                none=sum(self._kinds[sampled_run.run, "none"] for sampled_run in sampled),
+                exact=sum(self._kinds[run, "exact"] for run in sampled),
+                late=sum(self._kinds[run, "late"] for run in sampled),
+                none=sum(self._kinds[run, "none"] for run in sampled),
             ),
             delivered=delivered,
             dead_lettered=len(self._letters),
@@ -188,11 +183,11 @@ class Tally:
         )
 
 
-def missing(sampled: Iterable[Sampled], all_ticks: Collection[Mapping[Run, Ranges]]) -> int:
+def missing(sampled: Sampled, all_ticks: Collection[Mapping[Run, Ranges]]) -> int:
     """How many sampled ticks are missing in at least one of the sets of ticks."""
     count = 0
-    for sampled_run in sampled:
-        seq_sets = [ticks.get(sampled_run.run, Ranges()) for ticks in all_ticks]
-        common = min((seqs.prefix for seqs in seq_sets), default=sampled_run.last_seq)
-        count += sum(any(seq not in seqs for seqs in seq_sets) for seq in range(common + 1, sampled_run.last_seq + 1))
+    for run, last_seq in sampled.items():
+        seq_sets = [ticks.get(run, Ranges()) for ticks in all_ticks]
+        common = min((seqs.prefix for seqs in seq_sets), default=last_seq)
+        count += sum(any(seq not in seqs for seqs in seq_sets) for seq in range(common + 1, last_seq + 1))
     return count

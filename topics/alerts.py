@@ -384,7 +384,6 @@ TOPIC = Topic(
     key="the alert's fingerprint",
     record=Alert,
     cleanup="compact",
-    retention_hours=None,
     by_node=False,
     promise=(
         "The last record of a key is the alert's state. A transition is identified by (fingerprint, starts_at, state), "
@@ -400,11 +399,8 @@ _STATE_PROMISE = "Private to the alert stream, which writes it when it changes a
 
 STATE = Topic(
     name="gpu.alert-state",
-    key="cluster/node",
     record=AlertState,
     cleanup="compact",
-    retention_hours=None,
-    by_node=True,
     promise=_STATE_PROMISE,
 )
 
@@ -414,7 +410,6 @@ MEMBERS = Topic(
     record=AlertReport,
     cleanup="delete",
     retention_hours=48,
-    by_node=True,
     promise="Private to the alert stream: what its workers report of single GPUs, for alerts of several GPUs.",
 )
 
@@ -423,7 +418,5 @@ GROUPS = Topic(
     key="the alert's fingerprint",
     record=AlertGroup,
     cleanup="compact",
-    retention_hours=None,
-    by_node=True,
     promise=_STATE_PROMISE,
 )

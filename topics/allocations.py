@@ -47,11 +47,9 @@ class Allocations(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 TOPIC = Topic(
     name="gpu.allocations",
-    key="cluster/node",
     record=Allocations,
     cleanup="delete",
     retention_hours=48,
-    by_node=True,
     promise=(
         "A snapshot is in the log before the first sample that names it, and is sent again unchanged every 5 minutes "
         "and before buffered samples that name it."

@@ -246,11 +246,9 @@ class AttributedTick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 TOPIC = Topic(
     name="gpu.attributed",
-    key="cluster/node",
     record=AttributedSample,
     cleanup="delete",
     retention_hours=24,
-    by_node=True,
     promise=(
         "In the partition number that the sample came from, in order per node. At least once: a record of the same run "
         "as the node's last one is a replay if its seq is not higher; one of another run is a replay if neither its "

@@ -159,11 +159,9 @@ def silent_after_s(interval_ms: int | None, at_least_s: float) -> float:
 
 TOPIC = Topic(
     name="gpu.samples",
-    key="cluster/node",
     record=Sample,
     cleanup="delete",
     retention_hours=24,
-    by_node=True,
     promise=(
         "In order per node. A gap in seq is a tick that the producer dropped. allocations_seq names a snapshot of the "
         "same run that the broker acknowledged before this tick was sent, in an event likewise; null means that the "

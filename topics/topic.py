@@ -67,17 +67,18 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
     """One topic of the contract.
 
     ``record`` is the type of its values (None: they are not our JSON). ``key`` describes its keys, and ``promise`` what
-    a reader may rely on. ``by_node``: all records of a node are in the partition of the key ``cluster/node``; such
-    topics have the same number of partitions. ``segment_ms`` is short for a topic that is compacted and written often,
-    because Kafka does not compact the newest segment.
+    a reader may rely on. ``retention_hours`` None: the last record of each key is kept. ``by_node``: all records of a
+    node are in the partition of the key ``cluster/node``; such topics have the same number of partitions.
+    ``segment_ms`` is short for a topic that is compacted and written often, because Kafka does not compact the newest
+    segment.
     """
 
     name: str
-    key: str
+    key: str = "cluster/node"
     record: type[msgspec.Struct] | None
     cleanup: Literal["delete", "compact", "compact,delete"]
-    retention_hours: int | None
-    by_node: bool
+    retention_hours: int | None = None
+    by_node: bool = True
     promise: str
     segment_ms: int = _HOUR_MS
 

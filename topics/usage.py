@@ -143,7 +143,6 @@ MINUTES = Topic(
     record=Usage,
     cleanup="delete",
     retention_hours=7 * 24,
-    by_node=True,
     promise=f"Windows of a minute. {_PROMISE}",
 )
 
@@ -153,17 +152,13 @@ HOURS = Topic(
     record=Usage,
     cleanup="compact,delete",
     retention_hours=45 * 24,
-    by_node=True,
     promise=f"Windows of an hour, each the exact sum of its minutes. {_PROMISE}",
 )
 
 STATE = Topic(
     name="gpu.usage-state",
-    key="cluster/node",
     record=UsageState,
     cleanup="compact",
-    retention_hours=None,
-    by_node=True,
     promise="Private to the usage stream, which writes it once a minute and reads it whole when it starts.",
     segment_ms=10 * MINUTE_MS,
 )

@@ -119,11 +119,9 @@ class NodeWorkloads(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 TOPIC = Topic(
     name="gpu.workloads",
-    key="cluster/node",
     record=NodeWorkloads,
     cleanup="delete",
     retention_hours=48,
-    by_node=True,
     promise="Sent when it changes and every 5 minutes. A pod's labels, annotations and first owner may change ten times"
     " at once, and then once a minute: the last ones count. A pod that ended is in the record that ends it, and for 30"
     " minutes in those of every 5 minutes.",

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
@@ -145,20 +145,11 @@ def group_of(letter: Letter) -> LetterGroup:
 
 def merge_groups(first: LetterGroup, second: LetterGroup) -> LetterGroup:
     """Merges two groups; a field in which they differ becomes ``several``."""
-
-    def common(a: str, b: str) -> str:
-        return a if a == b else "several"
-
-    return LetterGroup(
-        letters=first.letters + second.letters,
-        sent_again=first.sent_again + second.sent_again,
-        last=max(first.last, second.last),
-        stage=common(first.stage, second.stage),
-        topic=common(first.topic, second.topic),
-        reason=common(first.reason, second.reason),
-        key=common(first.key, second.key),
-        last_letter=first.last_letter if first.last > second.last else second.last_letter,
-    )
+    fields = ("stage", "topic", "reason", "key")
+    changes: dict[str, Any] = {name: "several" for name in fields if getattr(first, name) != getattr(second, name)}
+    changes |= {"letters": first.letters + second.letters, "sent_again": first.sent_again + second.sent_again}
+    newer = first if first.last > second.last else second
+    return newer._replace(**changes)
 
 
 @dead_letters.command("show", cls=Command, example="gpustream dead-letters show 3:17 --kafka kafka-0:9092")
@@ -266,12 +257,12 @@ def resubmit(
     """
     letter_filter = LetterFilter(**filters, ids=frozenset(letters))
     connection = dataclasses.replace(connection, compression=compression)
-    result = answer(send_again(connection, since_s, letter_filter, send=yes))
-    for reason, ids in result.not_sent.items():
+    sent, not_sent = answer(send_again(connection, since_s, letter_filter, send=yes))
+    for reason, ids in not_sent.items():
         listed = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
         click.echo(printable(f"not sent: {listed}: {reason}"), err=True)
-    for name, count in sorted(result.sent.items()):
+    for name, count in sorted(sent.items()):
         click.echo(f"{name}: {counted(count, 'record')} {'sent again' if yes else 'would be sent again: add --yes'}")
-    if not result.sent:
+    if not sent:
         click.echo("nothing is to be sent again")
-    raise SystemExit(FAILED if result.not_sent.keys() - {ALREADY_SENT} else 0)
+    raise SystemExit(FAILED if not_sent.keys() - {ALREADY_SENT} else 0)

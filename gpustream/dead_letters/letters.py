@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from typing import Any, NamedTuple
 
@@ -316,16 +317,14 @@ async def open_resubmission(connection: Connection) -> AsyncIterator[Resubmissio
             await close(sender)
 
 
-class Resubmitted(NamedTuple):
-    """How many records of each topic were sent, or would be; and the letters that were not sent, by reason."""
+async def send_again(
+    connection: Connection, since_s: float, letter_filter: LetterFilter, *, send: bool
+) -> tuple[Counter[str], dict[str, list[LetterId]]]:
+    """Sends the letters that match, or only finds out which could be. Reads the receipts when nobody else writes.
 
-    sent: dict[str, int]
-    not_sent: dict[str, list[LetterId]]
-
-
-async def send_again(connection: Connection, since_s: float, letter_filter: LetterFilter, *, send: bool) -> Resubmitted:
-    """Sends the letters that match, or only finds out which could be. Reads the receipts when nobody else writes."""
-    result = Resubmitted({}, {})
+    Returns how many records of each topic were sent, or would be; and the letters that were not sent, by reason.
+    """
+    sent, not_sent = Counter[str](), dict[str, list[LetterId]]()
     async with contextlib.AsyncExitStack() as stack:
         reader = await stack.enter_async_context(opened(connection, [contract.TOPIC.name]))
         originals = await stack.enter_async_context(opened(connection, RESUBMITTABLE))
@@ -337,14 +336,13 @@ async def send_again(connection: Connection, since_s: float, letter_filter: Lett
             missing.discard(letter.id)
             record = refusal_reason(letter) or await original(originals, letter)
             if isinstance(record, str):  # the reason why it is not sent
-                result.not_sent.setdefault(record, []).append(letter.id)
+                not_sent.setdefault(record, []).append(letter.id)
                 continue
             if resubmission is not None:
                 await resubmission.add(letter, record, await snapshots.named_by(letter, record))
-            name = letter.cause.origin.topic
-            result.sent[name] = result.sent.get(name, 0) + 1
+            sent[letter.cause.origin.topic] += 1
         if resubmission is not None:
             await resubmission.flush()
     if missing:
-        result.not_sent[NOT_FOUND] = sorted(missing)
-    return result
+        not_sent[NOT_FOUND] = sorted(missing)
+    return sent, not_sent

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-import msgspec
 
 from delivery.connection import Connection
 from delivery.ledger import Partition
@@ -152,11 +151,7 @@ async def follow(
             if reader.connection.unprefixed(record.topic) == alerts.TOPIC.name:
                 latest_alerts.update(record)
                 continue
-            try:
-                tick = decode_tick(record.value or b"")
-            except msgspec.DecodeError as error:
-                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
-            else:
+            for _, tick in history.decoded([record], decode_tick, log):
                 logged_s = min(record.timestamp / 1000, time.time())
                 fleet.observe(tick, max(logged_s - ahead_s, after_s), record.timestamp)
 

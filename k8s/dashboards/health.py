@@ -40,6 +40,10 @@ def count_of(metric: str) -> str:
     return number_of(f"max by ({GPU}) ({metric}) > 0")
 
 
+def increase(metric: str) -> str:
+    return f"sum(increase({metric}[$__rate_interval]))"
+
+
 FINDINGS = {
     "row remap failed": f"gpu_row_remap_failure{{{NODE_MATCHERS}}}",
     "row remap pending": f"gpu_row_remap_pending{{{NODE_MATCHERS}}}",
@@ -153,13 +157,10 @@ HEALTH_BOARD = dashboard(
             "Link errors",
             "NVLink and PCIe, in the time of a point.",
             [
-                ("NVLink CRC", f"sum(increase(gpu_interconnect_crc_errors{{{NODE_MATCHERS}}}[$__rate_interval]))"),
-                ("NVLink replays", f"sum(increase(gpu_interconnect_replays{{{NODE_MATCHERS}}}[$__rate_interval]))"),
-                (
-                    "NVLink recoveries",
-                    f"sum(increase(gpu_interconnect_recoveries{{{NODE_MATCHERS}}}[$__rate_interval]))",
-                ),
-                ("PCIe replays", f"sum(increase(gpu_pcie_replay_count{{{NODE_MATCHERS}}}[$__rate_interval]))"),
+                ("NVLink CRC", increase(f"gpu_interconnect_crc_errors{{{NODE_MATCHERS}}}")),
+                ("NVLink replays", increase(f"gpu_interconnect_replays{{{NODE_MATCHERS}}}")),
+                ("NVLink recoveries", increase(f"gpu_interconnect_recoveries{{{NODE_MATCHERS}}}")),
+                ("PCIe replays", increase(f"gpu_pcie_replay_count{{{NODE_MATCHERS}}}")),
             ],
         ),
         graph(
@@ -194,10 +195,6 @@ OWN = 'job=~"$job",instance=~"$instance"'
 def each(metric: str, query: Callable[[str], str]) -> list[tuple[str, str]]:
     """A query for each stream and sink that has a metric of its own of this name."""
     return [(name, query(f"{metric_name}{{{OWN}}}")) for metric_name, name in own_metrics(metric).items()]
-
-
-def increase(metric: str) -> str:
-    return f"sum(increase({metric}[$__rate_interval]))"
 
 
 def since(metrics: list[tuple[str, str]]) -> str:

@@ -40,7 +40,7 @@ PROMETHEUS_ALERTS = 'alertstate="firing",alertname=~"(?i)gpu.*|NodeSilent"'
 """The alerts that Prometheus judges: of GPUs, and of gpustream itself."""
 
 
-_OWN_METRICS = {row.name for section in reference.sections() for row in section.rows}
+_OWN_METRICS = {row.name for _, rows in reference.sections() for row in rows}
 
 
 def own_metrics(metric: str) -> dict[str, str]:

@@ -50,6 +50,12 @@ CHOSEN = choice(
 )
 PODS = "k8s_namespace_name, k8s_pod_name, k8s_node_name"
 XIDS = f"sum_over_time(gpu_pod_xid_errors{{{WORKLOAD_MATCHERS}}}[$__range])"
+
+
+def by_workload(quantity: str) -> str:
+    return f"sum by ({WORKLOAD}) ({quantity})"
+
+
 WORKLOADS_BOARD = dashboard(
     "gpu-workload",
     "GPU workloads",
@@ -66,7 +72,6 @@ WORKLOADS_BOARD = dashboard(
             "Devices",
             "GPUs and MIG devices that they hold; a shared one counts by their part.",
             or_zero(f"sum({holding(WORKLOAD_MATCHERS, 'k8s_namespace_name')})"),
-            "short",
         ),
         tile(
             "Devices' worth of work",
@@ -75,26 +80,15 @@ WORKLOADS_BOARD = dashboard(
         ),
         tile("Memory", "What they use.", f"sum({MEMORY_USED})", "bytes"),
         tile("Power", "What their work draws.", f"sum({DREW})", "watt"),
-        graph(
-            "Devices by workload",
-            "By workload; a shared device counts by its part.",
-            [(LEGEND, holding(WORKLOAD_MATCHERS, WORKLOAD))],
-            stacked=True,
-        ),
-        graph(
-            "Devices' worth of work by workload",
-            "By workload: the sum of its pods' utilization.",
-            [(LEGEND, f"sum by ({WORKLOAD}) ({DID})")],
-            stacked=True,
-        ),
-        graph(
-            "Memory by workload",
-            "By workload.",
-            [(LEGEND, f"sum by ({WORKLOAD}) ({MEMORY_USED})")],
-            "bytes",
-            stacked=True,
-        ),
-        graph("Power by workload", "By workload.", [(LEGEND, f"sum by ({WORKLOAD}) ({DREW})")], "watt", stacked=True),
+        *[
+            graph(f"{title} by workload", f"By workload{says}.", [(LEGEND, query)], unit, stacked=True)
+            for title, says, query, unit in (
+                ("Devices", "; a shared device counts by its part", holding(WORKLOAD_MATCHERS, WORKLOAD), "short"),
+                ("Devices' worth of work", ": the sum of its pods' utilization", by_workload(DID), "short"),
+                ("Memory", "", by_workload(MEMORY_USED), "bytes"),
+                ("Power", "", by_workload(DREW), "watt"),
+            )
+        ],
         graph(
             "Tensor cores",
             "Share of the time in which they work, of the devices that a workload holds alone; Hopper and later.",

@@ -313,9 +313,9 @@ REPORT = {
 @given(st.lists(st.text(), max_size=4))
 def test_whatever_a_kubelet_calls_a_device_it_is_on_one_or_on_none(device_ids: list[str]) -> None:
     container = {"namespace": "ml-team", "pod": "p", "container": "c", "resource": "r", "device_ids": device_ids}
-    placed = place_containers([container], [DEVICE])
-    assert [row["device_id"] for row in placed.unplaced] == device_ids
-    text = devices.text({**REPORT, "unplaced": placed.unplaced})
+    _, unplaced = place_containers([container], [DEVICE])
+    assert [row["device_id"] for row in unplaced] == device_ids
+    text = devices.text({**REPORT, "unplaced": unplaced})
     assert all(letter.isprintable() for line in text.split("\n") for letter in line)
     assert max(map(len, text.split("\n"))) <= devices.WIDTH
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from gpustream import pipeline
 from gpustream.pipeline import Failed, Pipeline, Tail
-from gpustream.tally import Run, Sampled, Tally
+from gpustream.tally import Run, Tally
 from tests.eventually import eventually
 from tests.producers.fakes import FakeClock
 
@@ -44,7 +44,7 @@ class Part:
         return self.reasons
 
 
-SAMPLED = [Sampled(NODE, 10)]
+SAMPLED = {NODE: 10}
 """What the producer sampled: ten ticks."""
 
 

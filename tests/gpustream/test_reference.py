@@ -32,17 +32,17 @@ def test_every_command_that_reaches_a_broker_has_its_rights_listed_but_run_which
 
 
 def test_every_metric_is_listed_once_under_our_prefix() -> None:
-    names = [row.name for section in reference.sections() for row in section.rows]
+    names = [row.name for _, rows in reference.sections() for row in rows]
 
     assert len(names) == len(set(names))
     assert {name.split("_")[0] for name in names} == {"gpustream"}
 
 
 def test_the_metrics_of_all_producers_are_in_a_section_of_their_own() -> None:
-    of = {row.name: section.package for section in reference.sections() for row in section.rows}
+    of = {row.name: package for package, rows in reference.sections() for row in rows}
 
     assert of["gpustream_producer_ticks_dropped_total"] == "producers"
-    assert len({section.package for section in reference.sections()}) == len(list(reference.sections()))
+    assert len({package for package, _ in reference.sections()}) == len(list(reference.sections()))
 
 
 def test_an_option_with_a_default_shows_it_whatever_its_type() -> None:
@@ -59,7 +59,7 @@ def test_an_argument_is_in_brackets_if_it_may_be_left_out() -> None:
 
 
 def test_counters_end_in_total_and_nothing_else_does() -> None:
-    rows = [row for section in reference.sections() for row in section.rows]
+    rows = [row for _, rows in reference.sections() for row in rows]
 
     assert [row.name for row in rows if (row.kind == "counter") != row.name.endswith("_total")] == []
     assert [row.name for row in rows if not row.help.endswith(".")] == []

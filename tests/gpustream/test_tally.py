@@ -45,15 +45,15 @@ def test_a_long_run_in_order_is_one_range() -> None:
 def test_lost_is_what_was_sampled_and_some_sink_did_not_take(scrape: list[int], write: list[int], last: int) -> None:
     tally = _tally(scrape=scrape, remote_write=write)
 
-    assert tally.undelivered([Sampled(NODE, last)]) == len(set(range(1, last + 1)) - (set(scrape) & set(write)))
+    assert tally.undelivered({NODE: last}) == len(set(range(1, last + 1)) - (set(scrape) & set(write)))
 
 
 def test_the_ticks_of_an_unknown_run_are_lost() -> None:
-    assert _tally(scrape=[1, 2]).undelivered([Sampled(NODE, 2), Sampled(OTHER_RUN, 3)]) == 3
+    assert _tally(scrape=[1, 2]).undelivered({NODE: 2, OTHER_RUN: 3}) == 3
 
 
 def test_without_a_sink_nothing_can_be_lost() -> None:
-    assert Tally([]).undelivered([Sampled(NODE, 2)]) == 0
+    assert Tally([]).undelivered({NODE: 2}) == 0
 
 
 def test_a_replay_of_an_attributed_tick_is_not_counted_again() -> None:
@@ -61,7 +61,7 @@ def test_a_replay_of_an_attributed_tick_is_not_counted_again() -> None:
 
     assert tally.attributed(NODE, 1, "exact")
     assert not tally.attributed(NODE, 1, "late")
-    assert _summary(tally, Sampled(NODE, 1)).attributed.exact == 1
+    assert _summary(tally, {NODE: 1}).attributed.exact == 1
 
 
 def test_ticks_of_other_producers_on_the_same_kafka_are_not_counted() -> None:
@@ -69,8 +69,8 @@ def test_ticks_of_other_producers_on_the_same_kafka_are_not_counted() -> None:
     tally.attributed(NODE, 1, "exact")
     tally.attributed(OTHER_RUN, 1, "none")
 
-    assert _summary(tally, Sampled(NODE, 1)).attributed.none == 0
-    assert tally.unattributed([Sampled(NODE, 2)]) == 1
+    assert _summary(tally, {NODE: 1}).attributed.none == 0
+    assert tally.unattributed({NODE: 2}) == 1
 
 
 def test_the_summary_is_one_object_with_all_its_names() -> None:
@@ -79,7 +79,7 @@ def test_the_summary_is_one_object_with_all_its_names() -> None:
     tally.attributed(NODE, 2, "late")
     tally.dead_lettered((b"gpu.samples", b"0", b"7"))
     tally.dead_lettered((b"gpu.samples", b"0", b"7"))
-    summary = tally.summary([Sampled(NODE, 2)], values=8, delivered={"scrape": 8, "remote_write": 0}, dropped=0)
+    summary = tally.summary({NODE: 2}, values=8, delivered={"scrape": 8, "remote_write": 0}, dropped=0)
 
     assert msgspec.json.decode(msgspec.json.encode(summary)) == {
         "ticks": 2,
@@ -97,13 +97,13 @@ def test_a_dropped_tick_is_not_taken() -> None:
     tally = Tally(["scrape"])
     for seq, outcome in enumerate(("delivered", "dead_lettered", "duplicate", "dropped"), start=1):
         tally.sinks["scrape"].outcome(*NODE, seq, cast("Outcome", outcome))
-    summary = tally.summary([Sampled(NODE, 4)], values=0, delivered={}, dropped=3)
+    summary = tally.summary({NODE: 4}, values=0, delivered={}, dropped=3)
 
     assert (summary.lost, summary.dropped) == (1, 4)
-    assert tally.behind("scrape", [Sampled(NODE, 4)]) == 1
+    assert tally.behind("scrape", {NODE: 4}) == 1
 
 
-def _summary(tally: Tally, *sampled: Sampled) -> RunSummary:
+def _summary(tally: Tally, sampled: Sampled) -> RunSummary:
     return tally.summary(sampled, values=0, delivered={}, dropped=0)
 
 

@@ -49,7 +49,7 @@ of_boards = pytest.mark.parametrize("uid", DASHBOARDS)
 @functools.cache
 def kinds() -> dict[str, str]:
     """Every series that gpustream has by default, its own metrics included, and whether it is a counter or a gauge."""
-    kinds_by_name: dict[str, str] = {row.name: row.kind for section in reference.sections() for row in section.rows}
+    kinds_by_name: dict[str, str] = {row.name: row.kind for _, rows in reference.sections() for row in rows}
     for many in PROFILES["otel"].series.values():
         kinds_by_name.update({series.name: series.kind for series in many})
     kinds_by_name.update({ratio.name: "gauge" for ratio in PROFILES["otel"].ratios})
