@@ -203,13 +203,11 @@ class Admin:
         for name in names:
             try:
                 (response,) = await self._client.describe_consumer_groups([self._connection.prefixed(name)])
-                is_hidden = response.groups[0][0] == GroupAuthorizationFailedError.errno
+                hidden += [name] if response.groups[0][0] == GroupAuthorizationFailedError.errno else []
             except GroupAuthorizationFailedError:
-                is_hidden = True
-            except GroupCoordinatorNotAvailableError:  # this Kafka has never had a group
-                is_hidden = False
-            if is_hidden:
                 hidden.append(name)
+            except GroupCoordinatorNotAvailableError:  # this Kafka has never had a group
+                continue
         return hidden
 
     async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:

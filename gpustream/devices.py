@@ -264,11 +264,11 @@ def text(report: Json) -> str:
         name = entry["device_id"] if claim is None else f"{claim['driver']}/{claim['pool']}/{claim['device']}"
         unplaced.append(f"on no device: {name} of {_container_name(entry)}: {_UNPLACED_REASONS[entry['why']]}")
     blocks = [
-        _line("", f"not well: {', '.join(unwell)}") if unwell else [],
-        [line for content in _head(report) for line in _line("", content)],
+        _lines([f"not well: {', '.join(unwell)}"] if unwell else []),
+        _lines(_head(report)),
         *(_block(device, device_by_left_out) for device in report["devices"]),
-        [line for content in unopened for line in _line("", content)],
-        [line for content in unplaced for line in _line("", content)],
+        _lines(unopened),
+        _lines(unplaced),
     ]
     lines = "\n\n".join("\n".join(block) for block in blocks if block)
     return "\n".join(map(printable, lines.split("\n")))
@@ -410,6 +410,10 @@ def _name(device: Json) -> str:
 
 def _container_name(container: Json) -> str:
     return f"{container['namespace']}/{container['pod']}/{container['container']}"
+
+
+def _lines(contents: Iterable[str]) -> list[str]:
+    return [line for content in contents for line in _line("", content)]
 
 
 def _line(label: str, content: str, width: int = WIDTH) -> list[str]:

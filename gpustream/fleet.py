@@ -363,31 +363,25 @@ class Fleet:
     def _holders(self, node: str, device: TickDevice) -> list[Holder]:
         """Each pod that holds the device, once; each process on a device that no pod holds. A holder that was not given
         the device is not idle."""
-        if device.holders:
-            pods, holders = by_pod(device.holders), list[Holder]()
-            for containers in pods.values():  # one of them has the pod's parts
-                first = containers[0]
-                parts = next((container.parts for container in containers if container.parts is not None), Parts())
-                workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
-                team = team_of(first.labels, first.namespace_labels, self._team_label) or ""
-                holders.append(Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts)))
-            uids, processes = [pod.pod_uid for pod in pods], device.processes
-            observed = [containers[0].observed for containers in pods.values()]
-        else:
-            holders = [
-                Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
-                       process.memory_used_bytes)
-                for process in device.processes or ()
-            ]  # fmt: skip
-            uids, processes = [None] * len(holders), ()  # the part of a process is its work
-            observed = [False] * len(holders)
+        held: list[tuple[Holder, str | None, bool]] = []  # each with its pod's UID, and whether it was only observed
+        for pod, (first, *others) in by_pod(device.holders).items():
+            parts = next((container.parts for container in (first, *others) if container.parts is not None), Parts())
+            workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
+            team = team_of(first.labels, first.namespace_labels, self._team_label) or ""
+            own_parts = msgspec.structs.astuple(parts)
+            held.append((Holder(pod.namespace, pod.pod, workload, team, *own_parts), pod.pod_uid, first.observed))
+        processes = device.processes if held else ()  # without a pod the part of a process is its work
+        for process in () if held else device.processes or ():
+            own_parts = process.sm_utilization_ratio, process.memory_used_bytes
+            name = f"pid {process.pid}"
+            held.append((Holder("", name, self._command_of(node, process.pid), "", *own_parts), None, False))
         work = work_of(device.metrics)
-        uids_and_parts = [(uid, holder.used_ratio) for holder, uid in zip(holders, uids, strict=True)]
+        uids_and_parts = [(uid, holder.used_ratio) for holder, uid, _ in held]
         work_of_processes, rest = beside_parts(work, device.unattributed, processes, uids_and_parts)
         with_idleness = []
-        for holder, process_work, is_observed in zip(holders, work_of_processes, observed, strict=True):
+        for (holder, _, observed), process_work in zip(held, work_of_processes, strict=True):
             is_known_idle = is_idle(IDLE_BELOW, work, holder.used_ratio, process_work, rest) is True
-            with_idleness.append(holder._replace(idle=is_known_idle and not is_observed))
+            with_idleness.append(holder._replace(idle=is_known_idle and not observed))
         return with_idleness
 
 

@@ -37,7 +37,7 @@ class Sightings:
         holding_pods = set[tuple[str, str]]()
         for device in tick.devices:
             where, gpu = f"GPU {device.index} of {tick.node}", device.mig.parent_uuid if device.mig else device.uuid
-            pods = by_pod(device.holders) if device.holders else {}
+            pods = by_pod(device.holders)
             holding_pods.update((pod.namespace, pod.pod) for pod in pods)
             if len(pods) > self._shared[0]:
                 self._shared = len(pods), where

@@ -1,8 +1,4 @@
-"""The check of the components' own metrics: what they dropped, why they are not ready, what they delivered. Pure.
-
-In:       the situation.
-Out:      findings.
-"""
+"""The check of the components' own metrics: what they dropped, why they are not ready, what they delivered. Pure."""
 
 import re
 

@@ -1,8 +1,4 @@
-"""The check of gpustream's pods in Kubernetes: what keeps them from running, and what is wrong in their configuration.
-
-In:       the situation.
-Out:      findings.
-"""
+"""The check of gpustream's pods in Kubernetes: what keeps them from running, what is wrong in their configuration."""
 
 import difflib
 from collections.abc import Iterator

@@ -1,8 +1,4 @@
-"""The checks of the consumers: the consumer groups, and a Prometheus. Pure.
-
-In:       the situation.
-Out:      findings.
-"""
+"""The checks of the consumers: the consumer groups, and a Prometheus. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,8 +1,4 @@
-"""One moment of the fleet, which the tables and views show. Pure.
-
-In:       a fleet, the alerts that fire, and the time.
-Out:      a :class:`Now`, and its summary in one line.
-"""
+"""One moment of the fleet, which the tables and views show. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

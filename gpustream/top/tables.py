@@ -1,8 +1,4 @@
-"""The tables of nodes, GPUs, pods, workloads and alerts: their rows and columns. Pure.
-
-In:       a moment of the fleet.
-Out:      rows, and the cells of each.
-"""
+"""The tables of nodes, GPUs, pods, workloads and alerts: their rows and columns. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -1,8 +1,4 @@
-"""The views: the fleet, one GPU, one alert. Pure.
-
-In:       a moment of the fleet, and the size of the terminal.
-Out:      lines.
-"""
+"""The views: the fleet, one GPU, one alert. Pure."""
 
 from collections import Counter
 

@@ -1,8 +1,4 @@
-"""The widgets of the terminal application: scrolling lines, the help, and a question.
-
-In:       lines of styled text; keys and clicks.
-Out:      the parts of the screen that changed.
-"""
+"""The widgets of the terminal application: scrolling lines, the help, and a question."""
 
 import functools
 from collections.abc import Callable
