@@ -99,11 +99,10 @@ class Connection:
         if self.mechanism == "aws-msk-iam":
             installed = importlib.util.find_spec("aws_msk_iam_sasl_signer") is not None
             return [] if installed else ["--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'` first"]
-        needed = [name for name in login_values if ("oauth" in name) == (self.mechanism == "oauthbearer")]
         errors = [
             f"{name}: missing: --kafka-sasl-mechanism {self.mechanism} needs it"
-            for name in needed
-            if not login_values[name]
+            for name, value in login_values.items()
+            if not value and ("oauth" in name) == (self.mechanism == "oauthbearer")
         ]
         parts = urlsplit(self.token_endpoint or "")
         if self.mechanism == "oauthbearer" and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
@@ -115,19 +114,13 @@ class Connection:
     def secrets(self) -> Secrets:
         """The secrets that are in the files now. Raises CredentialsError."""
         config = kafka_config.read(self.config).values if self.config is not None else {}
-        login: dict[str, str] = {}
+        given: dict[str, str | None] = {}
         if self.has_login and self.mechanism == "oauthbearer":
             secret = _secret("--kafka-oauth-client-secret-file", self.oauth_client_secret_file)
-            login = {
-                "oauth_client_id": self.oauth_client_id or config.get("oauth_client_id", ""),
-                "oauth_client_secret": secret or config.get("oauth_client_secret", ""),
-            }
+            given = {"oauth_client_id": self.oauth_client_id, "oauth_client_secret": secret}
         elif self.has_login and self.mechanism != "aws-msk-iam":
-            secret = _secret("--kafka-password-file", self.password_file)
-            login = {
-                "username": self.username or config.get("username", ""),
-                "password": secret or config.get("password", ""),
-            }
+            given = {"username": self.username, "password": _secret("--kafka-password-file", self.password_file)}
+        login = {name: value or config.get(name, "") for name, value in given.items()}
         tls = None
         if self.has_tls:
             ca = _pem("--kafka-ca", self.ca, config.get("ca_pem"))

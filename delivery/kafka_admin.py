@@ -129,16 +129,10 @@ class Admin:
         try:
             rows = (await self._client._send_request(DescribeTopics(names))).topics  # noqa: SLF001
         except NotImplementedError:  # the broker is older than Kafka 2.3
-            rows = [
-                (
-                    topic["error_code"],
-                    topic["topic"],
-                    False,
-                    [tuple(p.values()) for p in topic["partitions"]],
-                    _RIGHTS_UNKNOWN,
-                )
-                for topic in await self._client.describe_topics(list(names))
-            ]
+            rows = []
+            for topic in await self._client.describe_topics(list(names)):
+                partitions = [tuple(partition.values()) for partition in topic["partitions"]]
+                rows.append((topic["error_code"], topic["topic"], False, partitions, _RIGHTS_UNKNOWN))
         descriptions = {}
         for code, name, _, partitions, bits in rows:
             if code == _UNAUTHORIZED:
@@ -244,11 +238,9 @@ class Admin:
         await self._raise_temporary("not created", errors)
         existing = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
         reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in existing}
-        for name in reasons:
+        for name, reason in reasons.items():
             if errors[name][0] is InvalidReplicationFactorError:
-                reasons[name] = (
-                    f"{reasons[name].rstrip('.')}: give a --replication-factor that the brokers are enough for"
-                )
+                reasons[name] = f"{reason.rstrip('.')}: give a --replication-factor that the brokers are enough for"
         if reasons:
             raise Refused("not created", reasons)
         return [row[0] for row in response.topic_errors if row[0] not in existing]

@@ -256,27 +256,18 @@ class Resubmission:
         batch, self._batch, self._bytes = self._batch, [], 0
         if not batch:
             return
-        prefixed = self._connection.prefixed
+        prefixed, send = self._connection.prefixed, self._sender.send
         try:
             async with self._sender.transaction():
                 acknowledged = []
                 for letter, record, snapshots in batch:
                     name, partition, _ = letter.cause.origin
-                    for snapshot in snapshots:
-                        topic = prefixed(allocations.TOPIC.name)
-                        acknowledged.append(
-                            await self._sender.send(topic, snapshot.value, key=snapshot.key, partition=partition)
-                        )
-                    acknowledged += [
-                        await self._sender.send(prefixed(name), record.value, key=record.key, partition=partition),
-                        await self._sender.send(
-                            prefixed(contract.TOPIC.name),
-                            None,
-                            key=letter.key or b"",  # the client sends no record without key and value
-                            partition=letter.id.partition,
-                            headers=contract.receipt(letter.id.offset),
-                        ),
-                    ]
+                    originals = [(allocations.TOPIC.name, snapshot) for snapshot in snapshots]
+                    for topic, (key, value) in [*originals, (name, record)]:
+                        acknowledged.append(await send(prefixed(topic), value, key=key, partition=partition))
+                    receipt = {"partition": letter.id.partition, "headers": contract.receipt(letter.id.offset)}
+                    key = letter.key or b""  # the client sends no record without key and value
+                    acknowledged.append(await send(prefixed(contract.TOPIC.name), None, key=key, **receipt))
                 await asyncio.gather(*acknowledged)
         except ProducerFenced as error:
             raise BrokerError("another `gpustream dead-letters resubmit` began: this one has ended") from error

@@ -239,17 +239,12 @@ class Bill:
 
         Raises BillError.
         """
-        first_extra = next(
-            (index for index, name in enumerate(self._columns) if name.startswith("x_")), len(self._columns)
-        )
-        columns = list(
-            dict.fromkeys(
-                (*self._columns[:first_extra], *ALLOCATED_COLUMNS, *self._columns[first_extra:], *EXTRA_COLUMNS)
-            )
-        )
-        yield columns
+        own = self._columns
+        first_extra = next((index for index, name in enumerate(own) if name.startswith("x_")), len(own))
+        ordered = (*own[:first_extra], *ALLOCATED_COLUMNS, *own[first_extra:], *EXTRA_COLUMNS)
+        yield (columns := list(dict.fromkeys(ordered)))
         for number, row in enumerate(self._rows, 1):
-            cells, charge = dict(zip(self._columns, row, strict=True)), self._charges.get(number)
+            cells, charge = dict(zip(own, row, strict=True)), self._charges.get(number)
             parts: Iterable[Mapping[str, str]] = (cells,)
             if charge is None:
                 self.unchanged["of no time, or divided before"] += 1
