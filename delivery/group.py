@@ -307,7 +307,6 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 )
 
     def _api_versions(self) -> list[Mapping[int, Any] | None]:
-        """The requests that each connected broker offers, with their versions."""
         return [conn._versions for conn in self._consumer._client._conns.values()]  # noqa: SLF001
 
     def _unauthorized_topics(self) -> frozenset[str]:

@@ -123,7 +123,6 @@ def _document(path: Path) -> Any:
 
 
 def _price(entry: Any) -> tuple[Price | None, list[str]]:
-    """The price of an entry, or None and its errors."""
     if not isinstance(entry, dict):
         return None, ["it must have `model` and `per_gpu_hour`"]
     errors = [f"`{name}` is not known" for name in sorted(map(str, entry.keys() - _FIELDS))]

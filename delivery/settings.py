@@ -308,7 +308,6 @@ class ConnectionSettings:
         return connection
 
     def _connection(self) -> tuple[Connection, tuple[str, ...]]:
-        """The connection, and the lines of ``--kafka-config`` that can't be used."""
         path = self.kafka_config
         config, unused = kafka_config.read(path) if path is not None else kafka_config.KafkaConfig({}, ())
         ca, cert, key = (Path(config[name]) if name in config else None for name in ("ca", "cert", "key"))

@@ -43,7 +43,6 @@ def of_component(spec: ComponentSpec) -> list[Acl]:
 
 
 def _on_topics(operations: str, *names: str) -> list[Acl]:
-    """The ACLs for each of these operations on these topics."""
     return [Acl(operation, "Topic", name) for operation in operations.split() for name in names]
 
 

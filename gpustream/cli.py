@@ -71,7 +71,6 @@ def _component_command(name: str, spec: ComponentSpec) -> click.Command:
 
 
 def _component_group(name: str, help: str, registry: Mapping[str, ComponentSpec]) -> CommandEntry:  # noqa: A002 - as in click
-    """The group of the commands that run the components of a registry."""
     entries = {
         key: CommandEntry(spec.help, partial(_component_command, key, spec)) for key, spec in sorted(registry.items())
     }
@@ -82,7 +81,6 @@ def _component_group(name: str, help: str, registry: Mapping[str, ComponentSpec]
 
 
 def _command(target: str, help: str) -> CommandEntry:  # noqa: A002 - as in click
-    """A command by its import string."""
     return CommandEntry(help, partial(resolve_name, target))
 
 

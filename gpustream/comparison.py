@@ -239,7 +239,6 @@ def _with_holders(readings: Sequence[Reading]) -> Sequence[Reading]:
 def _by_device_and_quantity(
     readings: Iterable[Reading], uuids: Mapping[tuple[str, str], str]
 ) -> dict[tuple[ComparedDevice, str], list[Reading]]:
-    """The readings of each GPU and quantity."""
     groups: dict[tuple[ComparedDevice, str], list[Reading]] = {}
     for reading in readings:
         if (compared_device := device(reading.labels, uuids)) is not None:

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -51,6 +52,8 @@ STATUSES: tuple[Status, ...] = ("busy", "held", "idle", "free", "failing", "sile
 
 METRICS = ("used_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
 """The attributes of :class:`Device` whose last minutes are kept."""
+
+_last_values = attrgetter(*METRICS)
 
 
 class Holder(NamedTuple):
@@ -223,11 +226,7 @@ class Device:
                 self.xid, self.xid_ms = event.code, tick.ts_ms if event.ts_ms is None else event.ts_ms
         if self.xid is not None and tick.ts_ms - self.xid_ms > XID_SHOWN_S * 1000:
             self.xid = None
-        self.history.add(
-            tick.ts_ms,
-            (metrics.used_ratio, self.memory_used_bytes, self.power_watts, self.temperature_celsius),
-            tick.interval_ms,
-        )
+        self.history.add(tick.ts_ms, _last_values(self), tick.interval_ms)
 
 
 class Node:

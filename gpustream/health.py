@@ -141,7 +141,6 @@ class Health:
         return [] if environ.get("REQUEST_METHOD") == "HEAD" else [body]
 
     def _metrics(self, environ: "WSGIEnvironment") -> tuple[str, list[tuple[str, str]], bytes]:
-        """The status, the headers and the body of /metrics."""
         if environ.get("REQUEST_METHOD", "GET") not in ("GET", "HEAD"):
             return "405 Method Not Allowed", [("Allow", "GET,HEAD")], b"GET and HEAD are what can be asked here\n"
         self.instruments.gauge("gpustream_ready").set(not self.reasons())

@@ -97,7 +97,6 @@ class NotUndone(BrokerError):
 
 
 async def _actions(connection: Connection) -> dict[str, list[Action]]:
-    """The records of each action, by its id."""
     actions_by_id: dict[str, list[Action]] = {}
     async with history.opened(connection, [actions.TOPIC.name]) as reader:
         async for records in reader.records(await reader.spans(actions.TOPIC.name)):

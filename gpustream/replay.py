@@ -365,7 +365,6 @@ class UsageWriter:
         totals.generation = max(totals.generation, generation)
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
-        """Writes records of hours and of minutes, each to its topic."""
         for record in records:
             topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
             await self._writer.write(topic.name, msgspec.json.encode(record), record.key.encode(), partition)

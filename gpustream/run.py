@@ -118,7 +118,6 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, Connectio
 
 
 def _option_errors(values: dict[str, Any]) -> list[str]:
-    """What is wrong with the options together."""
     simulate = values["simulate"]
     if simulate is None and not driver_is_here():
         return [

@@ -249,7 +249,6 @@ def _records(topic: Topic, described: set[str]) -> Iterator[str]:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """The type of a field, in Markdown."""
     match schema:
         case {"$ref": str(ref)}:
             return _link(ref.rpartition("/")[2])

@@ -101,12 +101,7 @@ async def _read(connection: Connection, situation: Situation) -> Situation:
             groups_with_lags = None if groups is None else await _with_lags(reader, groups)
             silent = "" if groups is not None else "no broker answers for the groups"
             situation = situation._replace(evidence=evidence, unread=unread, silent=silent, groups=groups_with_lags)
-            behind = [
-                lag
-                for group in situation.groups or ()
-                for lag in group.lags
-                if readers.is_behind(situation, group, lag.oldest_ms)
-            ]
+            behind = any(readers.late_lags(situation, group) for group in situation.groups or ())
             return await _with_progress(reader, situation) if behind else situation
     except BrokerError as error:
         return situation._replace(unread=str(error), silent=str(error), groups=situation.groups or None)
@@ -304,7 +299,6 @@ async def query_prometheus(url: str) -> Prometheus:
 
 
 async def _instant(session: aiohttp.ClientSession, base: str, query: str) -> list[tuple[dict[str, str], float]]:
-    """The result of an instant query: labels and value of each series."""
     async with session.get(f"{base}/api/v1/query", params={"query": query}) as response:
         response.raise_for_status()
         body: Any = await response.json()

@@ -58,11 +58,7 @@ def groups(situation: Situation) -> CheckResult:
         oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
         summaries.append(f"{group.name} " + ("at the end" if oldest is None else f"at {situation.ago(oldest)}"))
         if group.name != ATTRIBUTION:  # the check of attribution reports its lag
-            late = [
-                lag
-                for lag in group.lags
-                if is_behind(situation, group, lag.oldest_ms) and not _waits_at_transaction(situation, group, lag)
-            ]
+            late = [lag for lag in late_lags(situation, group) if not _waits_at_transaction(situation, group, lag)]
             late_ticks = [lag for lag in late if lag.topic == attributed.TOPIC.name]
             reads_state_beside = group.name in stream_groups and late_ticks
             findings += [behind(situation, group, lag) for lag in (late_ticks if reads_state_beside else late)]
@@ -126,6 +122,11 @@ def is_behind(situation: Situation, group: Group, oldest_ms: int | None) -> bool
     return oldest_ms is not None and situation.now_ms - oldest_ms > on_its_way_ms
 
 
+def late_lags(situation: Situation, group: Group) -> list[Lag]:
+    """The lags of the group in the topics in which it is behind."""
+    return [lag for lag in group.lags if is_behind(situation, group, lag.oldest_ms)]
+
+
 def _keeps_last_ticks(group: Group, lag: Lag) -> bool:
     """Whether the group does nothing because no tick comes: the alert stream finishes one with the next of its node."""
     return group.name == "gpustream-alerts" and lag.finished == lag.grew == 0
@@ -142,9 +143,7 @@ def silent_consumer(situation: Situation) -> tuple[Group, OwnMetrics] | None:
     stuck = [
         group
         for group in situation.groups or ()
-        if any(
-            is_behind(situation, group, lag.oldest_ms) and not (group.members and lag.finished) for lag in group.lags
-        )
+        if any(not (group.members and lag.finished) for lag in late_lags(situation, group))
     ]
     silent = [component for component in situation.components if component.error]
     return (stuck[0], silent[0]) if len(stuck) == len(silent) == 1 else None
@@ -232,7 +231,7 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
     is_scraped = any(group.name.startswith("gpustream-sink-scrape") for group in sinks)
     behind_ms = BEHIND_MS + (SCRAPED_AFTER_MS if is_scraped else 0)
     late = {name: at_ms for name, at_ms in newest.items() if at_ms - server.newest_ms.get(name, 0) > behind_ms}
-    lagging = [group for group in sinks if any(is_behind(situation, group, lag.oldest_ms) for lag in group.lags)]
+    lagging = [group for group in sinks if late_lags(situation, group)]
     summary = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
     if late and len(lagging) == len(sinks) > 0:  # it has all that the sinks have finished
         return CheckResult(f"{summary}: {', '.join(group.name for group in lagging)} has not taken more", findings)

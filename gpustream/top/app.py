@@ -189,7 +189,6 @@ class TopApp(App[None]):
         self.pane.show([], len(lines), lines.__getitem__, None)
 
     def _tabs(self) -> Iterator[tuple[str, str]]:
-        """Each view and the label of its tab."""
         for number, name in enumerate(_NAMES, 1):
             count = f"({len(self._now.firing)})" if self._now and name == "Alerts" and self._now.firing else ""
             yield name, f" {number} {name}{count} "

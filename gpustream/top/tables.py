@@ -168,7 +168,6 @@ GPUS = TableView(
 
 
 def _use_columns(*first: Column) -> tuple[Column, ...]:
-    """The columns of pods, or of workloads."""
     return (
         *first,
         text_column("TEAM", 8, lambda use: use.team, from_width=90),

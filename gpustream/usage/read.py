@@ -76,12 +76,10 @@ async def plan(reader: History, time_range: Range, now_ms: int) -> Plan:
     for part in time_range.partial_hours:
         spans, is_cut = await _spans(reader, MINUTES, part, now_ms)
         if is_cut:
-            is_at_start = part.from_ms == asked_from_ms
-            time_range = (
-                time_range._replace(from_ms=hours_range.from_ms)
-                if is_at_start
-                else time_range._replace(to_ms=hours_range.to_ms)
-            )
+            if part.from_ms == asked_from_ms:
+                time_range = time_range._replace(from_ms=hours_range.from_ms)
+            else:
+                time_range = time_range._replace(to_ms=hours_range.to_ms)
             notes.append(
                 f"{MINUTES.name} does not have {utc(part.from_ms)} to {utc(part.to_ms)} any more, and {HOURS.name} has"
                 " whole hours only: that time is not counted."
