@@ -285,7 +285,7 @@ class Fleet:
     """Every node and device, kept up to date from ticks.
 
     ``command_of`` gives the command of a process by its node and PID; empty if it is not known. ``team_label`` is the
-    label that names a pod's team.
+    label that names a pod's team. ``now_ms`` is the time of the newest tick, but not later than when a tick came last.
     """
 
     def __init__(

@@ -33,11 +33,6 @@ class Now:
     facts: Sequence[str] = ()
     trouble: str = ""
 
-    @property
-    def ms(self) -> int:
-        """The time of the newest tick, but not later than when a tick came last: a node's clock may be ahead."""
-        return self.fleet.now_ms
-
     def line(self) -> str:
         """A summary in one line, for an output that is no terminal."""
         fleet = self.fleet

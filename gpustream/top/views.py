@@ -105,7 +105,7 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
         ("power", "power_watts", device.power_watts, device.power_limit_watts, draw.POWER, watts),
         ("heat", "temperature_celsius", device.temperature_celsius, 100.0, draw.HEAT, lambda v: f"{v:.0f} °C"),
     )
-    until_ms = max(now.ms, device.ts_ms)
+    until_ms = max(now.fleet.now_ms, device.ts_ms)
     columns = max(8, min(device.history.slots, width - 31))
     rows = 1 if height < 30 else 3
     lines += [[], [(f"the last {ago(device.history.slot_ms * columns)}", "bold")]]
