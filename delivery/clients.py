@@ -123,19 +123,14 @@ async def start_client(make: Callable[[], Any], connection: Connection, backoff_
         client = make()
         try:
             await client.start()
-        except TransactionalIdAuthorizationFailed:
+            break
+        except BaseException as error:
             await close(client)
-            raise
-        except KafkaError as error:
-            await close(client)
+            if not isinstance(error, KafkaError) or isinstance(error, TransactionalIdAuthorizationFailed):
+                raise
             if throttle.is_due(reason := explain(error, connection)):
                 log.warning("%s; trying again", reason)
             await asyncio.sleep(delay_s)
-        except BaseException:
-            await close(client)
-            raise
-        else:
-            break
     return client
 
 
