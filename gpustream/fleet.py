@@ -18,7 +18,7 @@ import msgspec
 
 from delivery import replays
 from delivery.replays import LastTick
-from gpustream.ticks import Tick, TickDevice
+from gpustream.ticks import Metrics, Tick, TickDevice
 from topics.attributed import Parts, by_pod, team_of
 from topics.idleness import (
     IDLE_BELOW,
@@ -51,7 +51,7 @@ Status = Activity | Literal["silent"]
 STATUSES: tuple[Status, ...] = ("busy", "held", "idle", "free", "failing", "silent")
 
 METRICS = ("used_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
-"""The attributes of :class:`Device` whose last minutes are kept."""
+"""The attributes of :class:`gpustream.ticks.Metrics` whose last minutes are kept."""
 
 _last_values = attrgetter(*METRICS)
 
@@ -146,10 +146,8 @@ class Device:
     """A GPU or MIG device: its state in the last tick, and its last minutes."""
 
     __slots__ = (
-        "_activity", "attribution", "cluster", "gpu", "history", "holders", "index", "memory_total_bytes",
-        "memory_used_bytes", "mig", "model", "node", "parts", "power_limit_watts", "power_watts", "processes",
-        "silent", "state", "temperature_celsius", "tenures", "ts_ms", "unwell", "used_ratio", "uuid", "xid",
-        "xid_ms", "zone",
+        "_activity", "attribution", "cluster", "gpu", "history", "holders", "index", "metrics", "mig", "model", "node",
+        "parts", "processes", "silent", "state", "tenures", "ts_ms", "unwell", "uuid", "xid", "xid_ms", "zone",
     )  # fmt: skip
 
     def __init__(self, cluster: str, node: str, uuid: str, history: RecentMeans) -> None:
@@ -160,12 +158,7 @@ class Device:
         self.parts: list[Device] = []
         self.processes: tuple[Process, ...] = ()
         self.tenures: deque[Tenure] = deque(maxlen=MAX_TENURES)
-        self.used_ratio: float | None = None
-        self.memory_used_bytes: float | None = None
-        self.memory_total_bytes: float | None = None
-        self.power_watts: float | None = None
-        self.power_limit_watts: float | None = None
-        self.temperature_celsius: float | None = None
+        self.metrics = Metrics()
         self.xid: int | None = None
         self.xid_ms = self.ts_ms = 0
         self.attribution = ""
@@ -200,7 +193,6 @@ class Device:
 
     def update(self, tick: Tick, device: TickDevice, holders: list[Holder]) -> None:
         """Updates the device from its part of a tick. ``holders`` are the pods and processes that hold it."""
-        metrics = device.metrics
         names = tuple(holder.name for holder in holders)
         if tick.ts_ms < self.ts_ms - self.history.span_ms:  # the node's clock was set back
             self.tenures.clear()
@@ -213,20 +205,17 @@ class Device:
         self.index, self.model, self.state = device.index, device.model or "", device.state
         if device.mig is not None:
             self.gpu, self.mig = device.mig.parent_uuid, device.mig.profile or "MIG"
-        self.holders, self.processes = holders, device.processes or ()
+        self.holders, self.processes, self.metrics = holders, device.processes or (), device.metrics
         utilizations = [holder.used_ratio or 0.0 for holder in holders]
         holder_work = max([most_work_of(device.holders, self.processes), *utilizations])
-        self._activity = activity_of(device.state, work_of(metrics), holder_work, held=bool(holders))
-        self.used_ratio, self.memory_used_bytes = metrics.used_ratio, metrics.memory_used_bytes
-        self.memory_total_bytes, self.power_limit_watts = metrics.memory_total_bytes, metrics.power_limit_watts
-        self.power_watts, self.temperature_celsius = metrics.power_watts, metrics.temperature_celsius
+        self._activity = activity_of(device.state, work_of(device.metrics), holder_work, held=bool(holders))
         self.ts_ms, self.attribution = tick.ts_ms, tick.attribution_of(device)
         for event in device.events or ():
             if event.kind == "xid":
                 self.xid, self.xid_ms = event.code, tick.ts_ms if event.ts_ms is None else event.ts_ms
         if self.xid is not None and tick.ts_ms - self.xid_ms > XID_SHOWN_S * 1000:
             self.xid = None
-        self.history.add(tick.ts_ms, _last_values(self), tick.interval_ms)
+        self.history.add(tick.ts_ms, _last_values(device.metrics), tick.interval_ms)
 
 
 class Node:
@@ -411,7 +400,8 @@ def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, 
         for device, holder in pairs:
             part = holder.used_ratio, holder.memory_used_bytes, holder.power_watts
             if holder.namespace and len(device.holders) == 1:
-                part = device.used_ratio, device.memory_used_bytes, device.power_watts
+                metrics = device.metrics
+                part = metrics.used_ratio, metrics.memory_used_bytes, metrics.power_watts
             for values, value in zip((ratios, memory, power), part, strict=True):
                 values += [] if value is None else [value]
             used_devices |= set() if part[0] is None else {device}

@@ -67,8 +67,8 @@ def stacked(counts: dict[Status, int], width: int) -> Line:
 def sign(device: Device) -> tuple[str, str]:
     """A device in one cell."""
     status = device.status
-    if status == "busy" and device.used_ratio is not None:
-        return _LEVELS[int(min(7.0, max(0.0, device.used_ratio) * 8))], STYLES[status]
+    if status == "busy" and (used_ratio := device.metrics.used_ratio) is not None:
+        return _LEVELS[int(min(7.0, max(0.0, used_ratio) * 8))], STYLES[status]
     return SIGNS[status], STYLES[status]
 
 

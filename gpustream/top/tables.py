@@ -32,6 +32,10 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
+def _memory_ratio(device: Device) -> float | None:
+    return _ratio(device.metrics.memory_used_bytes, device.metrics.memory_total_bytes)
+
+
 def _holder_names(device: Device, width: int = 80) -> str:
     if device.parts:
         return f"{sum(bool(part.holders) for part in device.parts)} of {len(device.parts)} MIG devices held"
@@ -57,14 +61,11 @@ def load(devices: Iterable[Device]) -> Load:
     its MIG devices."""
     devices = list(devices)
     gpus = [device for device in devices if not device.mig]
-    used = [gpu.used_ratio for gpu in gpus if gpu.used_ratio is not None]
-    reporting = {gpu.uuid for gpu in gpus if gpu.memory_used_bytes is not None and gpu.memory_total_bytes}
-    memory = [
-        (device.memory_used_bytes, device.memory_total_bytes)
-        for device in devices
-        if not device.mig or device.gpu not in reporting
-    ]
-    power = [(gpu.power_watts, gpu.power_limit_watts) for gpu in gpus]
+    used = [gpu.metrics.used_ratio for gpu in gpus if gpu.metrics.used_ratio is not None]
+    reporting = {gpu.uuid for gpu in gpus if _memory_ratio(gpu) is not None}
+    counting = [device.metrics for device in devices if not device.mig or device.gpu not in reporting]
+    memory = [(metrics.memory_used_bytes, metrics.memory_total_bytes) for metrics in counting]
+    power = [(gpu.metrics.power_watts, gpu.metrics.power_limit_watts) for gpu in gpus]
     known_power = [watts for watts, _ in power if watts is not None]
     return Load(
         used_ratio=sum(used) / len(used) if used else None,
@@ -103,7 +104,7 @@ def node_row(node: Node) -> NodeRow:
         held(node.devices.values()),
         Counter(gpu.status for gpu in gpus),
         load(node.devices.values()),
-        max((gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None), default=None),
+        max((celsius for gpu in gpus if (celsius := gpu.metrics.temperature_celsius) is not None), default=None),
         ", ".join(dict.fromkeys(f"GPU {d.index} {d.trouble}" for d in node.devices.values() if d.trouble)),
     )
 
@@ -145,12 +146,10 @@ GPUS = TableView(
         Column(
             "STATUS", 8, lambda gpu: STATUSES.index(gpu.status), lambda gpu, _: draw.status(gpu.status), descending=True
         ),
-        bar_column("USED", 11, lambda gpu: gpu.used_ratio, lambda gpu: draw.STYLES[gpu.status]),
-        bar_column(
-            "MEMORY", 11, lambda gpu: _ratio(gpu.memory_used_bytes, gpu.memory_total_bytes), lambda _: draw.MEMORY
-        ),
-        amount_column("POWER", 6, lambda gpu: gpu.power_watts, watts),
-        amount_column("°C", 3, lambda gpu: gpu.temperature_celsius),
+        bar_column("USED", 11, lambda gpu: gpu.metrics.used_ratio, lambda gpu: draw.STYLES[gpu.status]),
+        bar_column("MEMORY", 11, _memory_ratio, lambda _: draw.MEMORY),
+        amount_column("POWER", 6, lambda gpu: gpu.metrics.power_watts, watts),
+        amount_column("°C", 3, lambda gpu: gpu.metrics.temperature_celsius),
         time_column("HELD", lambda gpu: (gpu.ts_ms, gpu.tenures[-1]) if gpu.holders else None, from_width=100),
         text_column("TROUBLE", 15, lambda gpu: gpu.trouble, draw.STYLES["failing"], from_width=100),
         Column(

@@ -99,25 +99,27 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
         ):
             row, style = firing.row, draw.SEVERITIES.get(firing.row.severity, "")
             lines.append([(f"{row.severity} ", style), (f"{row.alert} ", "bold"), (row.summary, "")])
+    current = device.metrics
     metrics = (
-        ("used", "used_ratio", device.used_ratio, 1.0, draw.STYLES["busy"], lambda v: f"{v:.0%}"),
-        ("memory", "memory_used_bytes", device.memory_used_bytes, device.memory_total_bytes, draw.MEMORY, gib),
-        ("power", "power_watts", device.power_watts, device.power_limit_watts, draw.POWER, watts),
-        ("heat", "temperature_celsius", device.temperature_celsius, 100.0, draw.HEAT, lambda v: f"{v:.0f} °C"),
+        ("used", "used_ratio", 1.0, draw.STYLES["busy"], lambda v: f"{v:.0%}"),
+        ("memory", "memory_used_bytes", current.memory_total_bytes, draw.MEMORY, gib),
+        ("power", "power_watts", current.power_limit_watts, draw.POWER, watts),
+        ("heat", "temperature_celsius", 100.0, draw.HEAT, lambda v: f"{v:.0f} °C"),
     )
     until_ms = max(now.fleet.now_ms, device.ts_ms)
     columns = max(8, min(device.history.slots, width - 31))
     rows = 1 if height < 30 else 3
     lines += [[], [(f"the last {ago(device.history.slot_ms * columns)}", "bold")]]
-    for name, metric, value, maximum, style, text_for in metrics:
+    for name, metric, maximum, style, text_for in metrics:
+        value = getattr(current, metric)
         values = device.history.of(metric, until_ms)[-columns:]
         measured = [value for value in values if value is not None]
         graph = draw.spark(values, maximum or max(measured, default=0.0), rows)
         spread = f"{text_for(min(measured))} to {text_for(max(measured))}" if measured else "not known"
         for number, blocks in enumerate(graph):
             last = number == len(graph) - 1
-            current = "-" if value is None else text_for(value)
-            label = f"{name if last else '':<7}{current if last else '':>8} "
+            value_text = "-" if value is None else text_for(value)
+            label = f"{name if last else '':<7}{value_text if last else '':>8} "
             lines.append([(label, ""), (blocks, style), (f" {spread}" if last else "", "dim")])
     return [*lines, *_holder_lines(device, until_ms, columns)]
 

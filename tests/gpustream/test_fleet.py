@@ -74,11 +74,11 @@ def test_what_is_shown_of_a_simulated_fleet_is_true() -> None:
     for view in fleet.devices():
         expected, names, began_ms = truth[view.uuid]
         assert sorted(holder.name for holder in view.holders) == names
-        assert view.temperature_celsius == expected["metrics"].get("temperature_celsius")
-        assert view.memory_used_bytes == expected["metrics"].get("memory_used_bytes")
+        assert view.metrics.temperature_celsius == expected["metrics"].get("temperature_celsius")
+        assert view.metrics.memory_used_bytes == expected["metrics"].get("memory_used_bytes")
         assert view.tenures[-1].from_ms == began_ms
         if "gpu_utilization_ratio" in expected["metrics"]:
-            assert view.used_ratio == expected["metrics"]["gpu_utilization_ratio"]
+            assert view.metrics.used_ratio == expected["metrics"]["gpu_utilization_ratio"]
         parts = [names_of for uuid, (_, names_of, _) in truth.items() if device(fleet, uuid).gpu == view.uuid]
         assert view.mig or (view.status == "free") == (not any(parts))
     holding = {name for _, names, _ in truth.values() for name in names}
@@ -144,7 +144,7 @@ def test_a_mig_device_is_used_for_as_long_as_its_engines_are_active() -> None:
     mig = {"uuid": "m", "parent_uuid": "a", "profile": "1g.10gb"}
     active = {"graphics_engine_active_ratio": 0.9, "sm_active_ratio": 0.3}
 
-    assert device(fleet_of(tick(gpu("m", mig=mig) | {"metrics": active})), "m").used_ratio == 0.9
+    assert device(fleet_of(tick(gpu("m", mig=mig) | {"metrics": active})), "m").metrics.used_ratio == 0.9
 
 
 def test_a_gpu_is_idle_for_a_pod_that_uses_none_of_its_parts() -> None:
