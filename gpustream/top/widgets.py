@@ -85,10 +85,6 @@ class Pane(Widget, can_focus=True):
         line = self._drawn[y] if y < len(self._drawn) else self._line(y)
         return Strip([Segment(text, _style(style)) for text, style in line], self.size.width)
 
-    def text(self) -> str:
-        """What is on the screen, without colour."""
-        return "\n".join(draw.text_of(self._line(y)).rstrip() for y in range(self.size.height))
-
 
 _style = functools.cache(Style.parse)
 

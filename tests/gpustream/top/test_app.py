@@ -13,6 +13,7 @@ from gpustream.fleet import Fleet
 from gpustream.ticks import Tick, decode_tick
 from gpustream.top import draw, tables, views
 from gpustream.top.app import TopApp
+from gpustream.top.draw import text_of
 from gpustream.top.moment import Now, firing
 from gpustream.top.widgets import HELP, Pane
 from producers.simulated.fleet import Fleet as SimulatedFleet
@@ -62,9 +63,14 @@ class Screen:
         await self.pilot.pause()
         return self.text()
 
+    def lines(self) -> list[str]:
+        """The lines of the view, without colour."""
+        pane = self.app.screen_stack[0].query_one(Pane)
+        return [text_of(pane._line(y)).rstrip() for y in range(pane.size.height)]
+
     def text(self) -> str:
         """What the lines, the bars and a box over them say."""
-        texts = [self.app.screen_stack[0].query_one(Pane).text()]
+        texts = self.lines()
         for screen in self.app.screen_stack:
             texts += [str(static.render()) for static in screen.query("Static") if static.display]
         return "\n".join(texts)
@@ -84,8 +90,7 @@ async def test_every_view_shows_what_there_is_and_no_line_is_too_wide(size: tupl
         for key, part in titles.items():
             text = await screen.after(key)
             assert part in text
-            lines = screen.app.screen_stack[0].query_one(Pane).text().splitlines()
-            assert max(map(len, lines)) <= size[0]
+            assert max(map(len, screen.lines())) <= size[0]
 
     await with_screen(now_of(simulated()), size, test)
 
