@@ -64,6 +64,7 @@ _RETRY_BACKOFF_MS = 500
 UNREADY_AFTER_S = 30.0  # a component whose records have waited for longer is not ready
 
 _LOG_APPEND_TIME = 1  # the broker's clock gave the record its time
+_WRONG_CLOCK_MS = 60_000  # usage counts no tick that is further ahead of its log time
 
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _CANCEL_TIMEOUT_S = 2.0
@@ -245,6 +246,9 @@ class Sender:
             waited_ms = round((asyncio.get_running_loop().time() - record.since_s) * 1000)
             most_ms = now_ms() - metadata.timestamp
             self.ahead_ms = max(most_ms - waited_ms, min(most_ms, 0))
+        if abs(self.ahead_ms) > _WRONG_CLOCK_MS and self._throttle.is_due("clock"):
+            differs = f"{abs(self.ahead_ms) // 1000} s {'ahead of' if self.ahead_ms > 0 else 'behind'}"
+            log.warning("%s: the clock here is %s the brokers' clock", record.arguments["topic"], differs)
 
     def _resolve(self, record: _PendingRecord, outcome: int | Unsendable) -> None:
         self._unacknowledged.pop(record, None)

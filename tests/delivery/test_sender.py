@@ -68,7 +68,7 @@ def test_records_are_stored_in_the_order_of_their_sends_with_their_offsets() -> 
     ("ahead_ms", "shown_ms"), [(1_800_000, 1_800_000 - 1000), (-3_600_000, -3_600_000), (0, 0), (500, 0), (None, 0)]
 )
 def test_an_acknowledgement_shows_by_how_much_this_clock_is_at_least_ahead_or_behind(
-    monkeypatch: pytest.MonkeyPatch, ahead_ms: int | None, shown_ms: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead_ms: int | None, shown_ms: int
 ) -> None:
     """The broker gives a record its time between the sending and the acknowledgement, here a second later."""
     monkeypatch.setattr(module, "now_ms", lambda: 1_000_000_000)
@@ -85,6 +85,8 @@ def test_an_acknowledgement_shows_by_how_much_this_clock_is_at_least_ahead_or_be
         assert sender.ahead_ms == shown_ms
 
     play(scenario, cluster)
+    differs = {1_799_000: ["1799 s ahead of"], -3_600_000: ["3600 s behind"]}.get(shown_ms, [])
+    assert caplog.messages == [f"t: the clock here is {text} the brokers' clock" for text in differs]
 
 
 def test_the_producer_is_idempotent_and_waits_for_every_replica() -> None:
