@@ -27,7 +27,7 @@ from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
-from gpustream.history import History, opened
+from gpustream.history import STALLED_S, History, opened
 from topics import allocations, samples
 from topics import dead_letters as contract
 from topics.dead_letters import MAX_KEY_BYTES, Cause
@@ -51,6 +51,7 @@ _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_RECORDS = 100
 _TRANSACTION_MS = 10_000
 _BEGIN_S = 30.0
+_AGAIN = "Run the command again"
 
 
 class LetterId(NamedTuple):
@@ -256,6 +257,17 @@ class Resubmission:
         batch, self._batch, self._bytes = self._batch, [], 0
         if not batch:
             return
+        sending = asyncio.ensure_future(self._send(batch))  # it also waits for the broker if it is cancelled
+        try:
+            await asyncio.wait((sending,), timeout=STALLED_S)
+        finally:
+            sending.cancel()
+        if not sending.done():
+            raise BrokerError(f"{self._connection} has not ended the transaction in {STALLED_S:.0f} s. {_AGAIN}")
+        sending.result()
+
+    async def _send(self, batch: list[tuple[Letter, Original, list[Original]]]) -> None:
+        """Sends a batch in one transaction. Raises BrokerError."""
         prefixed, send = self._connection.prefixed, self._sender.send
         try:
             async with self._sender.transaction():
@@ -273,7 +285,7 @@ class Resubmission:
             raise BrokerError("another `gpustream dead-letters resubmit` began: this one has ended") from error
         except KafkaError as error:
             ids = ", ".join(str(letter.id) for letter, *_ in batch[:10])
-            raise BrokerError(f"letters {ids} ...: not sent: {describe(error)}. Run the command again") from error
+            raise BrokerError(f"letters {ids} ...: not sent: {describe(error)}. {_AGAIN}") from error
 
 
 @contextlib.asynccontextmanager

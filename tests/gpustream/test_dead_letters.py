@@ -1,8 +1,9 @@
 """Which letters are looked at, what is said of several, and what an old tick that comes again means to its readers."""
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,6 +11,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner
 
+from delivery.connection import Connection
+from delivery.kafka_admin import BrokerError
 from delivery.replays import LastTick, after, verdict
 from gpustream.cli import main
 from gpustream.dead_letters import letters
@@ -18,6 +21,7 @@ from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, lette
 from gpustream.embedded import EmbeddedBroker
 from gpustream.history import History
 from streams.attribution import join
+from tests.clock import run
 from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.attributed import AttributedSample
 from topics.dead_letters import Cause, Origin
@@ -222,3 +226,28 @@ def test_what_is_to_be_sent_to_a_broker_that_is_not_there_is_one_sentence() -> N
 
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("no Kafka broker answers at 127.0.0.1:1 ")
+
+
+def test_a_broker_that_goes_away_inside_the_transaction_ends_the_command() -> None:
+    @contextlib.asynccontextmanager
+    async def transaction() -> AsyncIterator[None]:
+        try:
+            yield
+            await asyncio.get_running_loop().create_future()  # the end is not acknowledged
+        except asyncio.CancelledError:
+            await asyncio.get_running_loop().create_future()  # and neither is the end without what was sent
+            raise
+
+    async def send(*_: object, **__: object) -> asyncio.Future[int]:
+        acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        acknowledged.set_result(0)
+        return acknowledged
+
+    async def resubmit() -> None:
+        sender = SimpleNamespace(transaction=transaction, send=send)
+        resubmission = letters.Resubmission(Connection("127.0.0.1:9092"), sender)
+        await resubmission.add(letter(1), letters.Original(b"k", b"v"), [])
+        await resubmission.flush()
+
+    with pytest.raises(BrokerError, match=r"has not ended the transaction in 30 s\. Run the command again"):
+        run(resubmit())
