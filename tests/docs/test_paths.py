@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Callable, Iterable
 
 import click
 import pytest
@@ -60,17 +61,32 @@ OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if not re.search("decisions/|migrate/", page)])
-def test_every_option_that_a_page_names_is_there(page: str) -> None:
-    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+def pages_with(wrong: Callable[[str], Iterable[str]], pages: Iterable[str] = EVERY_PAGE) -> dict[str, list[str]]:
+    """What is wrong with the text of each page, without the pages of which nothing is."""
+    found = {page: sorted(wrong((ROOT / page).read_text())) for page in pages}
+    return {page: mistakes for page, mistakes in found.items() if mistakes}
+
+
+def test_every_option_that_a_page_names_is_there() -> None:
+    pages = [page for page in EVERY_PAGE if not re.search("decisions/|migrate/", page)]
+    assert pages_with(unknown_options, pages) == {}
+
+
+def unknown_options(page: str) -> set[str]:
+    """The options in the text of a page that no command of ours has, nor one of others."""
+    text = re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL)
     codes = re.findall(r"`((?:--|gpustream |produce |stream |sink )[^`]*)`", text)
     named = {option for code in codes for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)}
-    assert named - OPTIONS - OF_OTHERS == set()
+    return named - OPTIONS - OF_OTHERS
 
 
-@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if page != "docs/reference/options.md"])
-def test_every_command_of_a_page_is_right_but_for_files_and_gpus_that_are_not_here(page: str) -> None:
-    text = (ROOT / page).read_text().replace("\\\n", " ")
+def test_every_command_of_a_page_is_right_but_for_files_and_gpus_that_are_not_here() -> None:
+    assert pages_with(wrong_commands, [page for page in EVERY_PAGE if page != "docs/reference/options.md"]) == {}
+
+
+def wrong_commands(page: str) -> list[str]:
+    """What is wrong with the command lines in the text of a page."""
+    text = page.replace("\\\n", " ")
     shell = "".join(re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL))
     wrong = []
     for line in re.findall(r"^ *(?:kubectl .* -- |\.venv/bin/)?gpustream (.+)$", shell, re.MULTILINE):
@@ -80,19 +96,22 @@ def test_every_command_of_a_page_is_right_but_for_files_and_gpus_that_are_not_he
         except click.UsageError as error:
             mistakes = error.message.splitlines()
             wrong += [mistake for mistake in mistakes if not re.search(r"not exist|no NVIDIA|^\d mistakes:", mistake)]
-    assert wrong == []
+    return wrong
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE)
-def test_no_page_installs_gpustream_from_an_index_which_does_not_have_it(page: str) -> None:
+def test_no_page_installs_gpustream_from_an_index_which_does_not_have_it() -> None:
     """With an extra, as in ``gpustream[parquet]``, pip takes the one that is installed."""
-    assert not re.search(r"pip install gpustream\b(?!\[)", (ROOT / page).read_text())
+    assert pages_with(re.compile(r"pip install gpustream\b(?!\[)").findall) == {}
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE)
-def test_a_kcat_command_says_that_it_reads_since_without_a_terminal_it_would_write(page: str) -> None:
-    commands = re.findall(r"kcat -.*?(?=[`|>\n])", (ROOT / page).read_text())
-    assert [command for command in commands if not re.search(" -[CL]\\b", command)] == []
+def test_a_kcat_command_says_that_it_reads_since_without_a_terminal_it_would_write() -> None:
+    assert pages_with(kcat_commands_that_may_write) == {}
+
+
+def kcat_commands_that_may_write(page: str) -> list[str]:
+    """The kcat commands in the text of a page that have neither -C nor -L."""
+    commands = re.findall(r"kcat -.*?(?=[`|>\n])", page)
+    return [command for command in commands if not re.search(" -[CL]\\b", command)]
 
 
 @pytest.mark.parametrize("page", PAGES)
