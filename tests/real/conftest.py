@@ -7,6 +7,7 @@ tests share end with the last test of this folder: all other tests come after th
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -73,15 +74,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What a server that is killed leaves open depends on the moment: it is reported with its test, and fails nothing.
     """
-    ours = [item for item in items if FOLDER in item.path.parents]
+    files = [(path, list(tests)) for path, tests in groupby(items, key=lambda item: item.path)]
+    turns: dict[Path, int] = {}
+    for path, tests in files:
+        if FOLDER in path.parents:
+            _mark(tests)
+            turns[path] = _turn(path)
+        elif any(item.get_closest_marker("slow") for item in tests):
+            turns[path] = len(LONGEST_FIRST) + 1
+    files.sort(key=lambda file: turns.get(file[0], len(LONGEST_FIRST) + 2))
+    items[:] = chain.from_iterable(tests for _, tests in files)
+
+
+def _mark(ours: list[pytest.Item]) -> None:
+    """Marks the tests of one file."""
+    file = ours[0].getparent(pytest.Module) or ours[0]
+    file.add_marker(pytest.mark.real)
+    file.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
     for item in ours:
-        item.add_marker(pytest.mark.real)
-        item.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
         if why := receivers.why_not(item.name):
             item.add_marker(pytest.mark.skip(f"{receivers.chosen().__name__}: {why}"))
-    turns = {item.path: len(LONGEST_FIRST) + 1 for item in items if item.get_closest_marker("slow")}
-    turns |= {item.path: _turn(item.path) for item in ours}
-    items.sort(key=lambda item: turns.get(item.path, len(LONGEST_FIRST) + 2))
 
 
 def _turn(path: Path) -> int:
