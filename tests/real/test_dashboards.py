@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,18 +334,26 @@ CASES = [
 
 
 @pytest.mark.parametrize("query", CASES, ids=str)
-@pytest.mark.parametrize("node", ["", "sim-0001", "sim-0003", FAULTY])
-def test_a_panel_shows_what_is_true(fleet: Fleet, query: Query, node: str) -> None:
-    truth, alerts, chosen = fleet.truth, fleet.alerts, {}
-    if node and "node" in dashboard.variables(query.board):
-        truth = truth.only(lambda state: state.labels["k8s_node_name"] == node)
-        alerts = [alert for alert in alerts if alert["k8s_node_name"] == node]
-        chosen = {"node": node}
+def test_a_panel_shows_what_is_true(fleet: Fleet, query: Query) -> None:
+    answers, expected = {"all nodes": fleet.ask(query, {})}, {"all nodes": truly(query, fleet.truth, fleet.alerts)}
+    for node in ("sim-0001", "sim-0003", FAULTY) if "node" in dashboard.variables(query.board) else ():
+        alerts = [alert for alert in fleet.alerts if alert["k8s_node_name"] == node]
+        answers[node] = fleet.ask(query, {"node": node})
+        expected[node] = truly(query, fleet.truth.only(partial(_is_on, node)), alerts)
+    assert answers == expected
+
+
+def truly(query: Query, truth: Truth, alerts: list[dict[str, str]]) -> Any:
+    """What the query has to answer."""
     try:
         expected = EXPECTED[str(query)](truth, alerts)
     except (ValueError, ZeroDivisionError):  # a maximum or a mean of nothing is nothing
         expected = {}
-    assert fleet.ask(query, chosen) == pytest.approx(expected, rel=1e-6)
+    return pytest.approx(expected, rel=1e-6)
+
+
+def _is_on(node: str, state: DeviceState) -> bool:
+    return state.labels["k8s_node_name"] == node
 
 
 DIVIDED = re.compile(r"\bgpu_(utilization|memory_used|power_draw)\b")
@@ -387,18 +396,16 @@ def test_a_question_is_answered_alike_with_parts_by_pod(fleet: Fleet, text: str)
     assert_same_by_pod(fleet, Query("", text, "", text, ""), {})
 
 
-@pytest.mark.parametrize("variable", ["namespace", "workload"])
 @pytest.mark.parametrize("query", [query for query in CASES if query.board == "gpu-workload"], ids=str)
-def test_a_panel_shows_the_pods_that_are_chosen(fleet: Fleet, query: Query, variable: str) -> None:
-    label = f"k8s_{variable}_name"
-    most = Counter(labels[label] for labels, _ in pods(fleet.truth) if label in labels).most_common(1)[0][0]
-    truth = replace(fleet.truth, rows=[_of_pods(row, label, most) for row in fleet.truth.rows])
-    alerts = [alert for alert in fleet.alerts if alert.get(label) == most]
-    try:
-        expected = EXPECTED[str(query)](truth, alerts)
-    except (ValueError, ZeroDivisionError):
-        expected = {}
-    assert fleet.ask(query, {variable: most}) == pytest.approx(expected, rel=1e-6)
+def test_a_panel_shows_the_pods_that_are_chosen(fleet: Fleet, query: Query) -> None:
+    answers, expected = {}, {}
+    for variable in ("namespace", "workload"):
+        label = f"k8s_{variable}_name"
+        most = Counter(labels[label] for labels, _ in pods(fleet.truth) if label in labels).most_common(1)[0][0]
+        truth = replace(fleet.truth, rows=[_of_pods(row, label, most) for row in fleet.truth.rows])
+        alerts = [alert for alert in fleet.alerts if alert.get(label) == most]
+        answers[variable], expected[variable] = fleet.ask(query, {variable: most}), truly(query, truth, alerts)
+    assert answers == expected
 
 
 def _of_pods(row: DeviceState, label: str, value: str) -> DeviceState:
@@ -436,9 +443,14 @@ def of_gpu(truth: Truth, kind: str) -> str:
 
 
 @pytest.mark.parametrize("query", [query for query in dashboard.queries() if query.board == "gpu-device"], ids=str)
-@pytest.mark.parametrize("kind", ["alone", "shared", "cut", "faulty"])
-def test_a_panel_of_a_gpu_shows_what_is_true(fleet: Fleet, query: Query, kind: str) -> None:
-    uuid = of_gpu(fleet.truth, kind)
+def test_a_panel_of_a_gpu_shows_what_is_true(fleet: Fleet, query: Query) -> None:
+    kinds = {kind: of_gpu(fleet.truth, kind) for kind in ("alone", "shared", "cut", "faulty")}
+    answers = {kind: fleet.ask(query, {"gpu": uuid}) for kind, uuid in kinds.items()}
+    assert answers == {kind: truly_of_gpu(query, fleet, uuid) for kind, uuid in kinds.items()}
+
+
+def truly_of_gpu(query: Query, fleet: Fleet, uuid: str) -> Any:
+    """What the query has to answer if this GPU is chosen."""
     truth = fleet.truth.only(lambda state: state.labels["gpu_uuid"] == uuid)
     alerts = [alert for alert in fleet.alerts if alert.get("gpu_uuid") == uuid]
     metric = re.search(r"(gpu_\w+)\{", query.expr)
@@ -448,7 +460,7 @@ def test_a_panel_of_a_gpu_shows_what_is_true(fleet: Fleet, query: Query, kind: s
         expected = judge(truth, alerts) if judge else metric_of(truth, metric[1])
     except (ValueError, ZeroDivisionError):
         expected = {}
-    assert fleet.ask(query, {"gpu": uuid}) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    return pytest.approx(expected, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -456,9 +468,9 @@ def test_a_panel_of_a_gpu_shows_what_is_true(fleet: Fleet, query: Query, kind: s
     [query for query in dashboard.queries() if query.board == "gpu-device" and DIVIDED.search(query.expr)],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["shared", "cut"])
-def test_a_panel_of_a_gpu_shows_the_same_with_parts_by_pod(fleet: Fleet, query: Query, kind: str) -> None:
-    assert_same_by_pod(fleet, query, {"gpu": of_gpu(fleet.truth, kind)})
+def test_a_panel_of_a_gpu_shows_the_same_with_parts_by_pod(fleet: Fleet, query: Query) -> None:
+    for kind in ("shared", "cut"):
+        assert_same_by_pod(fleet, query, {"gpu": of_gpu(fleet.truth, kind)})
 
 
 def test_every_metric_of_a_gpu_is_on_its_dashboard() -> None:
