@@ -37,6 +37,10 @@ settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
 os.environ.setdefault("GPUSTREAM_PAGE_LISTEN", "127.0.0.1:0")
 """A free port for each page, since several runs may serve one at the same time."""
 
+os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+"""Servers of the tests have certificates of the tests. Each client and process reads the system's file of authorities
+otherwise: 30 ms of CPU."""
+
 for name in ("NO_PROXY", "no_proxy"):  # the servers of the tests are on this machine, and the proxy may not be
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost,::1,[::1]")))
 
@@ -122,12 +126,6 @@ def logging_as_it_was() -> Iterator[None]:
             handler.close()
     root.setLevel(level)
     root.handlers[:], root.filters[:] = handlers, filters
-
-
-@pytest.fixture
-def no_authorities_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients believe no certificate but those that they are given. Each reads the system's otherwise: 30 ms of CPU."""
-    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
 
 
 @pytest.fixture

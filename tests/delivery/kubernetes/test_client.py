@@ -25,8 +25,6 @@ from tests.eventually import LIMIT_S, eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, streams
 from tests.producers.fakes import value
 
-pytestmark = pytest.mark.usefixtures("no_authorities_of_the_system")
-
 Open = Callable[..., Awaitable[Client]]
 
 

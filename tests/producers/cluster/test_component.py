@@ -29,8 +29,6 @@ from topics.attributed import Workload
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner
 
-pytestmark = pytest.mark.usefixtures("no_authorities_of_the_system")
-
 PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"

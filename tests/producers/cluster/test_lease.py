@@ -27,7 +27,7 @@ from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_authorities_of_the_system")]
+pytestmark = pytest.mark.slow
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpu/leases"
 NOW_US = 1_795_000_000_123_456

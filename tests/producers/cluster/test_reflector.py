@@ -37,8 +37,6 @@ from tests.producers.cluster.api_server import (
 from tests.producers.cluster.recording_listener import RecordingListener
 from tests.producers.fakes import value
 
-pytestmark = pytest.mark.usefixtures("no_authorities_of_the_system")
-
 PODS = "/api/v1/pods"
 
 
