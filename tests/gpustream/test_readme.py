@@ -33,9 +33,8 @@ def test_every_line_of_every_shell_block_is_tested() -> None:
 
 @pytest.mark.parametrize("line", MAKE)
 def test_make_knows_the_target(line: str) -> None:
-    result = subprocess.run(
-        [*shlex.split(line, comments=True), "-n"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [*shlex.split(line, comments=True), "-n", f"PYTHON={sys.executable}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stderr
 

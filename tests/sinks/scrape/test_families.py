@@ -62,21 +62,18 @@ BESIDE_METRICS = {
     "gpu_xid_errors_total": "counter",
 }
 
-COUNTERS = [
-    (names, key, series.name)
-    for names, profile in PROFILES.items()
-    for key, series_of_key in profile.series.items()
-    for series in series_of_key[:1]
-    if series.kind == "counter"
-]
 
+@pytest.mark.parametrize("names", PROFILES)
+def test_a_counter_is_one_whatever_a_profile_calls_it(names: ProfileName) -> None:
+    counters = {
+        key: series[0].name for key, series in PROFILES[names].series.items() if series and series[0].kind == "counter"
+    }
+    metrics = dict.fromkeys(counters, 12)
+    text = exposed(groups_of(node({"uuid": "GPU-a", "metrics": metrics}), names, label_set="pod-devices"))
 
-@pytest.mark.parametrize(("names", "key", "name"), COUNTERS)
-def test_a_counter_is_one_whatever_a_profile_calls_it(names: ProfileName, key: str, name: str) -> None:
-    text = exposed(groups_of(node({"uuid": "GPU-a", "metrics": {key: 12}}), names, label_set="pod-devices"))
-
-    assert f"# TYPE {name} counter\n" in text
-    assert name in {sample.name for sample in samples(text)}
+    assert counters
+    assert [name for name in counters.values() if f"# TYPE {name} counter\n" not in text] == []
+    assert set(counters.values()) <= {sample.name for sample in samples(text)}
 
 
 @every_naming
