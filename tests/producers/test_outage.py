@@ -1,6 +1,7 @@
 """A node with many MIG devices survives an outage of Kafka that is as long as its buffer promises."""
 
 import asyncio
+import functools
 import hashlib
 import itertools
 from random import Random
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 OUTAGE_S = 900
 GPUS, PARTS = 8, 7
+MEMORY = tuple(f"memory_{state}_bytes" for state in ("used", "free", "total", "reserved"))
 METRICS = (
     *(f"{activity}_active_ratio" for activity in ("graphics_engine", "sm", "tensor", "dram", "fp64", "fp32", "fp16")),
     "sm_occupancy_ratio",
@@ -62,29 +64,35 @@ def cut_devices(chance: Random) -> list[dict[str, Any]]:
     """The devices of a tick: 8 GPUs that are each cut into 7 MIG devices, with random values."""
     devices = []
     for gpu, part in itertools.product(range(GPUS), range(PARTS + 1)):
-        uuid = f"{'MIG' if part else 'GPU'}-5c41b7ed-{gpu:04x}-5000-8000-{part:012x}"
-        mig = {"uuid": uuid, "parent_uuid": f"GPU-5c41b7ed-{gpu:04x}-5000-8000-{0:012x}", "gpu_instance": part}
-        process = {
-            "pid": 4_000 + 10 * gpu + part,
-            "pod_uid": f"1b6c0f0e-8a1d-4f0b-9d55-{gpu:06x}{part:06x}",
-            "container_id": hashlib.sha256(uuid.encode()).hexdigest(),
-            "memory_used_bytes": chance.randrange(1 << 33),
-        }
-        device = {
-            "uuid": uuid,
-            "index": gpu,
-            "vendor": "nvidia",
-            "model": "NVIDIA H100 80GB HBM3",
-            "pci_bus_id": f"00000000:{gpu:02X}:00.0",
-            "minor": gpu,
-            "info": {"serial": "1650023000000", "driver_version": "580.95.05", "cuda_version": "13.0"},
-            "state": "ok",
-            "metrics": {key: round(chance.random(), 4) for key in METRICS}
-            | {f"memory_{state}_bytes": chance.randrange(1 << 34) for state in ("used", "free", "total", "reserved")},
-            "processes": [process] if part else [],
-        }
-        devices.append({**device, "mig": {**mig, "profile": "1g.10gb"}} if part else device)
+        device, process = cut_device(gpu, part)
+        metrics = {key: round(chance.random(), 4) for key in METRICS}
+        metrics |= {key: chance.randrange(1 << 34) for key in MEMORY}
+        processes = [{**process, "memory_used_bytes": chance.randrange(1 << 33)}] if part else []
+        devices.append({**device, "metrics": metrics, "processes": processes})
     return devices
+
+
+@functools.cache
+def cut_device(gpu: int, part: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What does not change of a GPU, which is part 0, or of a MIG device; and of its process."""
+    uuid = f"{'MIG' if part else 'GPU'}-5c41b7ed-{gpu:04x}-5000-8000-{part:012x}"
+    mig = {"uuid": uuid, "parent_uuid": f"GPU-5c41b7ed-{gpu:04x}-5000-8000-{0:012x}", "gpu_instance": part}
+    process = {
+        "pid": 4_000 + 10 * gpu + part,
+        "pod_uid": f"1b6c0f0e-8a1d-4f0b-9d55-{gpu:06x}{part:06x}",
+        "container_id": hashlib.sha256(uuid.encode()).hexdigest(),
+    }
+    device = {
+        "uuid": uuid,
+        "index": gpu,
+        "vendor": "nvidia",
+        "model": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": f"00000000:{gpu:02X}:00.0",
+        "minor": gpu,
+        "info": {"serial": "1650023000000", "driver_version": "580.95.05", "cuda_version": "13.0"},
+        "state": "ok",
+    }
+    return {**device, "mig": {**mig, "profile": "1g.10gb"}} if part else device, process
 
 
 async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_order() -> None:
