@@ -37,7 +37,7 @@ settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
 os.environ.setdefault("GPUSTREAM_PAGE_LISTEN", "127.0.0.1:0")
 """A free port for each page, since several runs may serve one at the same time."""
 
-os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+os.environ["SSL_CERT_FILE"] = os.devnull
 """Servers of the tests have certificates of the tests. Each client and process reads the system's file of authorities
 otherwise: 30 ms of CPU."""
 
