@@ -354,8 +354,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 def packages(folder: Path) -> Path:
     """What gpustream needs to run, and itself, installed into a folder as the Dockerfile does into its image."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(folder)]
-    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", ROOT / "requirements-run.lock"], check=True)
-    subprocess.run([*pip, "--no-deps", "--no-build-isolation", ROOT], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}  # it downloads
+    for what in (["--require-hashes", "-r", str(ROOT / "requirements-run.lock")], ["--no-build-isolation", str(ROOT)]):
+        subprocess.run([*pip, "--no-deps", *what], env=environment, check=True)
     return folder
 
 
