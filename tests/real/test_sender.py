@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from confluent_kafka import Consumer
 
-from delivery import aiokafka_patches, kafka_admin
+from delivery import aiokafka_patches, clock, kafka_admin
+from delivery import sender as sender_module
 from delivery.quotas import Quotas
 from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
@@ -68,6 +69,18 @@ async def test_a_record_without_a_value_is_stored_with_its_key(kafka: KafkaServe
         await (await sender.send("sender-deleted", None, key=b"k"))
     records = await read_all(kafka.address, "sender-deleted")
     assert [(record.key, record.value) for record in records] == [(b"k", b"there"), (b"k", None)]
+
+
+@pytest.mark.parametrize(("times", "shown_ms"), [("LogAppendTime", (1, 1_800_000)), ("CreateTime", (0, 0))])
+async def test_an_acknowledgement_shows_how_the_clock_here_differs_if_the_broker_gives_records_their_time(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch, times: str, shown_ms: tuple[int, int]
+) -> None:
+    kafka.create_topics({f"sender-{times}": 1}, {"message.timestamp.type": times})
+    monkeypatch.setattr(sender_module, "now_ms", lambda: clock.now_ms() + 1_800_000)
+    async with sender_to(kafka.connection) as sender:
+        await (await sender.send(f"sender-{times}", b"there"))
+        assert sender.ahead_ms is not None
+        assert shown_ms[0] <= sender.ahead_ms <= shown_ms[1]
 
 
 async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the_order(
