@@ -10,6 +10,7 @@ import csv
 import io
 import tarfile
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -76,7 +77,7 @@ def table(folder: Path, file: str, columns: tuple[str, ...], parse: Callable[...
 
     Raises NoTrace and OSError.
     """
-    with ExitStack() as files:
+    with _readable(file), ExitStack() as files:
         lines = csv.reader(text_of(folder, file, files))
         head = next(lines, [])
         if lacking := [name for name in columns if name not in head]:
@@ -97,6 +98,15 @@ def table(folder: Path, file: str, columns: tuple[str, ...], parse: Callable[...
             else:
                 rows.read[file] += 1
                 yield parsed
+
+
+@contextlib.contextmanager
+def _readable(file: str) -> Iterator[None]:
+    """Raise NoTrace if the file has no readable first line, or if its archive is damaged or was cut off."""
+    try:
+        yield
+    except (csv.Error, EOFError, tarfile.TarError, zlib.error) as error:
+        raise NoTrace(f"{file}: {error}") from error
 
 
 def text_of(folder: Path, file: str, files: ExitStack) -> io.TextIOBase:

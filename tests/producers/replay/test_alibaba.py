@@ -89,6 +89,25 @@ def test_the_archives_are_read_as_they_are_published(tmp_path: Path) -> None:
     assert tick.devices[0]["metrics"] == {"gpu_utilization_ratio": 0.05, "memory_used_bytes": 9}
 
 
+def test_a_trace_whose_archive_was_cut_off_is_refused(tmp_path: Path) -> None:
+    rows = [f"{second},{second % 97},{A}" for second in range(9_000)]
+    trace_files.genai(tmp_path, [], rows)
+    path = tmp_path / trace_files.MEMORY.replace(".csv", ".tar.gz")
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(tmp_path / trace_files.MEMORY, trace_files.MEMORY)
+    (tmp_path / trace_files.MEMORY).unlink()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(NoTrace, match=f"{trace_files.MEMORY}: .* ended before"):
+        genai(tmp_path, Rows())
+
+
+def test_a_file_whose_first_line_is_too_long_for_a_table_is_refused(tmp_path: Path) -> None:
+    trace_files.genai(tmp_path, [], [])
+    (tmp_path / trace_files.DUTY).write_text("x" * 200_000)
+    with pytest.raises(NoTrace, match=f"{trace_files.DUTY}: field larger than"):
+        genai(tmp_path, Rows())
+
+
 def test_a_table_without_a_column_is_refused_with_what_it_has(tmp_path: Path) -> None:
     trace_files.genai(tmp_path, [], [])
     (tmp_path / trace_files.DUTY).write_text("duty,when,container_ip\n")
