@@ -206,7 +206,8 @@ def _ticks(node: _TraceNode, interval_ms: int) -> Iterator[TraceTick]:
     the holders of that time, and there is one at each change of holders."""
     changes = {at_ms for placed in node.pods for at_ms in (placed.pod.start_ms, placed.pod.end_ms)}
     first_ms, last_ms = min(changes), max(changes)
-    times = sorted(changes.union(range(first_ms - first_ms % interval_ms + interval_ms, last_ms, interval_ms)))
+    between = range(first_ms - first_ms % interval_ms + interval_ms, last_ms, interval_ms)
+    times = heapq.merge(sorted(changes), (at_ms for at_ms in between if at_ms not in changes))
     coming, running = list(reversed(node.pods)), list[PlacedPod]()
     devices, containers = _reading(node, running)
     for ts_ms in times:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from producers.replay.alibaba import genai, gpu_2023
 from producers.replay.trace import NoTrace, Rows, Trace, TraceTick
 from tests.producers.replay import trace_files
+from topics.times import MAX_TIME_MS
 
 T0 = 1_662_858_720_000
 A, B = "23b8eba99c14e73d454503a55ae96989", "81202f3feffc31e32dbfcb7c74b72b61"
@@ -172,6 +173,13 @@ def test_what_a_pod_holds_is_its_gpus_for_as_long_as_it_ran(
 
     for number, (_, length_s, (gpus, _)) in enumerate(runs):
         assert [ms for (_, pod), ms in held.items() if pod == f"p-{number}"] == [length_s * 1000] * gpus
+
+
+def test_a_pod_that_ran_for_thousands_of_years_needs_no_memory_for_all_its_ticks(tmp_path: Path) -> None:
+    pods = [trace_files.pod("for-ever", 1, 1000, 7, MAX_TIME_MS // 1000)]
+    trace = gpu_2023(trace_files.gpu_2023(tmp_path, ["n-0,1,1,1,T4"], pods), Rows(), 1_000)
+
+    assert [tick.ts_ms for tick in itertools.islice(trace.ticks, 4)] == [7_000, 8_000, 9_000, 10_000]
 
 
 def test_no_two_ticks_of_a_node_are_further_apart_than_the_interval(tmp_path: Path) -> None:
