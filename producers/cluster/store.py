@@ -42,6 +42,14 @@ class Namespace(NamedTuple):
 _NO_NAMESPACE = Namespace({}, {})
 
 
+class _InheritedPod(NamedTuple):
+    """A pod that only the last leader knew: its row, and until when it is published. That counts from its end, or from
+    the take-over if the end is later, because the node's clock may be years ahead."""
+
+    row: JsonDict
+    expires_ms: int
+
+
 class Store:
     """The objects of the cluster that concern GPUs. It calls ``follow`` with an owner when it needs the chain from this
     owner up, and ``forget`` when it no longer does."""
@@ -62,7 +70,7 @@ class Store:
         self._published_pods: set[str] = set()
         self._followed_owners: set[PodOwner] = set()
         self._removed_nodes_ms: dict[str, int] = {}
-        self._inherited_rows: dict[str, dict[str, JsonDict]] = {}
+        self._inherited_pods: dict[str, dict[str, _InheritedPod]] = {}
         self._deleted_namespaces: dict[str, None] = {}
         self._changed_nodes: dict[str, None] = {}
 
@@ -89,7 +97,8 @@ class Store:
                 if self.pods.get(pod.uid) is None and ended_ms + pods.KEPT_MS > now_ms:
                     chain = Chain(pod.owners, pod.owners_complete)
                     row = _row(pod, ended_ms, chain, Namespace(pod.namespace_labels, {}))
-                    self._inherited_rows.setdefault(name, {})[pod.uid] = row
+                    inherited = _InheritedPod(row, min(ended_ms, now_ms) + pods.KEPT_MS)
+                    self._inherited_pods.setdefault(name, {})[pod.uid] = inherited
         return removed
 
     def pods_awaiting_owners(self, node: str) -> list[str]:
@@ -126,7 +135,8 @@ class Store:
                 ended_ms = removed_ms if pod.ended_ms is None else pod.ended_ms
                 rows.append(_row(pod, ended_ms, chain, self.namespaces.get(pod.namespace, _NO_NAMESPACE)))
         unwell = [msgspec.to_builtins(device) for device in list(unwell_devices)[:MOST_UNWELL]]
-        rows += [row for uid, row in self._inherited_rows.get(node, {}).items() if self.pods.get(uid) is None]
+        inherited = self._inherited_pods.get(node, {})
+        rows += [pod.row for uid, pod in inherited.items() if self.pods.get(uid) is None]
         fitting, shed = fit(rows, LARGEST_VALUE_BYTES - HEAD_BYTES - sum(map(_json_size, (dra, admin, labels, unwell))))
         return WorkloadsContent(labels or {}, fitting, dra, admin, not exists, shed, unwell)
 
@@ -225,9 +235,9 @@ class Store:
         self._apply(self.pods.expire(now_ms))
         self.slices.expire(self.nodes)
         self._mark_pools_changed(self.claims.expire(now_ms))
-        for node, rows in list(self._inherited_rows.items()):
-            for uid in [uid for uid, row in rows.items() if row["ended_ms"] + pods.KEPT_MS <= now_ms]:
-                pods.discard(self._inherited_rows, node, uid)
+        for node, inherited in list(self._inherited_pods.items()):
+            for uid in [uid for uid, pod in inherited.items() if pod.expires_ms <= now_ms]:
+                pods.discard(self._inherited_pods, node, uid)
                 self._mark_changed([node])
         for node in [
             node for node, removed_ms in self._removed_nodes_ms.items() if removed_ms + pods.KEPT_MS <= now_ms

@@ -36,6 +36,7 @@ from tests.producers.cluster.kubernetes_objects import (
     taint_rule,
 )
 from topics.allocations import Claim
+from topics.times import MAX_TIME_MS
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner, Pod
 
@@ -527,6 +528,16 @@ def test_a_new_leader_reports_the_last_ones_ended_pods_for_as_long_as_that_would
 
     cluster.expire(NOW_MS - 10 + KEPT_MS)
     assert {row["uid"] for row in reported(cluster).pods} == {"uid-here", "uid-unseen"}
+
+
+def test_an_end_that_is_years_ahead_is_taken_over_for_no_longer_than_another_one() -> None:
+    cluster = state("n1")
+    cluster.take_over(published_by_another(Pod("ml", "gone", "uid-gone", ended_ms=MAX_TIME_MS)), NOW_MS)
+    assert [row["ended_ms"] for row in reported(cluster).pods] == [MAX_TIME_MS]
+
+    cluster.expire(NOW_MS + KEPT_MS)
+    assert cluster.changed_nodes() == ["n1"]
+    assert reported(cluster).pods == []
 
 
 def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet() -> None:
