@@ -14,6 +14,7 @@ from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 
 from delivery.clock import now_ms
+from topics.topic import UNDECODABLE
 
 _VERSION = 0
 
@@ -37,7 +38,7 @@ def claim_of(user_data: bytes | None) -> Claim:
     """The claim of a member; an empty one if it can't be decoded."""
     try:
         return msgspec.json.decode(user_data or b"{}", type=Claim)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return Claim()
 
 
