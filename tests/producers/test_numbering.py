@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.records import NumberedTick, Numbering, Snapshot
+from producers.records import READ_MS, NumberedTick, Numbering, Snapshot
 from tests.producers.fakes import containers, devices
 from topics.topic import MAX_MESSAGE_BYTES
+
+UNENCODABLE = "\ud800"
 
 
 def _step(numbering: Numbering, ts_ms: int, *pods: str) -> NumberedTick:
@@ -104,6 +106,49 @@ def test_a_clock_that_does_not_advance_starts_a_run_of_its_own(times: list[int])
         assert {_snapshot(step).seq for _, step in run if step.snapshots} == {1}
     assert len(runs) == 1 + sum(after <= before for before, after in itertools.pairwise(times))
     assert numbering.runs() == {run_id: len(run) for run_id, run in runs.items()} | ({} if 3 in runs else {3: 0})
+
+
+_PODS = st.sampled_from(["a", "b", "c", "a", "b", "c", None, UNENCODABLE])
+_IN_FORCE = st.lists(_PODS, min_size=26, max_size=26)  # the pod that has the GPU, by the second
+
+
+def _seconds(longest: int) -> st.SearchStrategy[int]:
+    return st.integers(0, longest).map(lambda seconds: seconds * 1000)
+
+
+def _holder(pod: str | None) -> list[dict[str, Any]] | None:
+    return None if pod is None else containers(pod)
+
+
+@given(st.lists(st.tuples(_seconds(15), _PODS, st.lists(_seconds(25), max_size=3), _IN_FORCE), max_size=8))
+def test_ticks_and_events_name_snapshots_of_their_own_time_in_the_order_of_time(
+    ticks: list[tuple[int, str | None, list[int], list[str | None]]],
+) -> None:
+    numbering, last_seqs, values = Numbering(cluster="prod", node="gpu-1", run_id=1), {1: 0}, dict[Any, bytes]()
+    previous_ms = -1
+    for ts_ms, pod, event_times, in_force in ticks:
+        holders = [_holder(pod) for pod in in_force]
+        tick = numbering.step(
+            ts_ms, _with_events(*event_times), _holder(pod), lambda at_ms, holders=holders: holders[at_ms // 1000]
+        )
+        in_reach = [previous_ms < min(at_ms, ts_ms) and at_ms <= ts_ms + READ_MS for at_ms in event_times]
+        previous_ms = ts_ms
+        for snapshot in tick.snapshots:
+            assert snapshot.run_id == tick.run_id
+            assert values.setdefault((snapshot.run_id, snapshot.seq), snapshot.value) == snapshot.value
+        if tick.value is None:
+            continue
+        pods = {snapshot.seq: orjson.loads(snapshot.content)[0]["pod"] for snapshot in tick.snapshots}
+        own_seq, named = orjson.loads(tick.value)["allocations_seq"], _named_by_events(tick)
+        assert pods.get(own_seq) == pod
+        expected = [
+            in_force[at // 1000] if near and pod else None for at, near in zip(event_times, in_reach, strict=True)
+        ]
+        assert [pods.get(seq) for seq in named] == expected
+        in_order = sorted([*zip(event_times, [False] * 3, named, strict=False), (ts_ms, True, own_seq)])
+        seqs = [seq for *_, seq in in_order if seq is not None]
+        assert [last_seqs.get(tick.run_id, 0), *seqs] == sorted([last_seqs.get(tick.run_id, 0), *seqs])
+        last_seqs[tick.run_id] = own_seq or last_seqs.get(tick.run_id, 0)
 
 
 def test_a_wrong_name_is_refused() -> None:
