@@ -127,10 +127,8 @@ def test_ticks_and_events_name_snapshots_of_their_own_time_in_the_order_of_time(
     numbering, last_seqs, values = Numbering(cluster="prod", node="gpu-1", run_id=1), {1: 0}, dict[Any, bytes]()
     previous_ms = -1
     for ts_ms, pod, event_times, in_force in ticks:
-        holders = [_holder(pod) for pod in in_force]
-        tick = numbering.step(
-            ts_ms, _with_events(*event_times), _holder(pod), lambda at_ms, holders=holders: holders[at_ms // 1000]
-        )
+        holders = {1000 * second: _holder(pod) for second, pod in enumerate(in_force)}
+        tick = numbering.step(ts_ms, _with_events(*event_times), _holder(pod), holders.get)
         in_reach = [previous_ms < min(at_ms, ts_ms) and at_ms <= ts_ms + READ_MS for at_ms in event_times]
         previous_ms = ts_ms
         for snapshot in tick.snapshots:
@@ -138,7 +136,9 @@ def test_ticks_and_events_name_snapshots_of_their_own_time_in_the_order_of_time(
             assert values.setdefault((snapshot.run_id, snapshot.seq), snapshot.value) == snapshot.value
         if tick.value is None:
             continue
-        pods = {snapshot.seq: orjson.loads(snapshot.content)[0]["pod"] for snapshot in tick.snapshots}
+        pods: dict[int | None, str] = {
+            snapshot.seq: orjson.loads(snapshot.content)[0]["pod"] for snapshot in tick.snapshots
+        }
         own_seq, named = orjson.loads(tick.value)["allocations_seq"], _named_by_events(tick)
         assert pods.get(own_seq) == pod
         expected = [

@@ -1,9 +1,12 @@
 """A node's workloads are sent when they change, and again now and then while they do not."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from producers import publisher as names
 from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S
@@ -65,6 +68,58 @@ async def test_only_the_newest_record_of_a_node_waits_for_the_broker() -> None:
 
     assert bench.sent()[MAX_IN_FLIGHT:] == [("n0", 4, ["d"])]
     assert bench.dropped("superseded") == 2
+
+
+_NODES = st.sampled_from(["n1", "n2"])
+_ENDS = st.dictionaries(st.sampled_from("abc"), st.none() | st.integers(1, 3), max_size=3)  # None: it runs
+_STEPS = st.one_of(
+    st.tuples(st.just("publish"), _NODES, _ENDS),
+    st.tuples(st.just("forget"), _NODES, st.none()),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, RESEND_S / 2, RESEND_S]), st.none()),
+    st.tuples(st.just("acknowledge"), st.none(), st.none()),
+)
+
+
+@given(st.lists(_STEPS, max_size=20))
+def test_a_reader_knows_all_that_was_published_whatever_was_sent_of_it(steps: list[tuple[str, Any, Any]]) -> None:
+    async def scenario(bench: Bench) -> dict[str, dict[str, Any]]:
+        published: dict[str, dict[str, Any]] = {}
+        for kind, argument, ends in steps:
+            if kind == "publish":
+                rows = [
+                    pod if ends[pod["name"]] is None else {**pod, "ended_ms": ends[pod["name"]]} for pod in _pods(*ends)
+                ]
+                bench.publisher.publish(1, argument, WorkloadsContent({}, rows))
+                published[argument] = {row["uid"]: row for row in rows}
+            elif kind == "forget":
+                bench.publisher.forget(argument)
+            elif kind == "wait":
+                bench.clock.now_s += argument
+                await settle()
+            else:
+                bench.sender.acknowledge()
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        assert await bench.publisher.drain(30.0) == 0
+        return published
+
+    async def story() -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        async with running(Bench(prompt=False)) as bench:
+            return await scenario(bench), bench.sender.records(WORKLOADS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("producers.workloads.CHECK_S", 0.0)
+        published, records = asyncio.run(story())
+    known: dict[str, dict[str, Any]] = {}
+    last_seqs: dict[str, int] = {}
+    for record in records:
+        assert record["seq"] > last_seqs.get(record["node"], 0)
+        last_seqs[record["node"]] = record["seq"]
+        ended = {uid: pod for uid, pod in known.get(record["node"], {}).items() if "ended_ms" in pod}
+        known[record["node"]] = ended | {pod["uid"]: pod for pod in record["pods"]}
+    for node, pods in published.items():
+        assert pods.items() <= known[node].items()
+        assert all("ended_ms" in pod for uid, pod in known[node].items() if uid not in pods)
 
 
 async def test_a_node_that_does_not_change_is_sent_again_after_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,10 @@ class Story:
             stop = asyncio.Event()
             running = asyncio.ensure_future(elector.run(self._work(f"{name}-{life}"), stop))
             await asyncio.wait([running], timeout=self._chance.choice([5, 30, 100]))
-            self._chance.choice([stop.set, running.cancel])()
+            if self._chance.random() < 0.5:
+                stop.set()
+            else:
+                running.cancel()
             await asyncio.wait([running])
             assert running.cancelled() or running.exception() is None
 
