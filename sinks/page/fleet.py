@@ -107,9 +107,12 @@ class ShownDevice:
 
     def update(
         self, device: AttributedDevice, parts: Sequence[AttributedDevice], ts_ms: int, interval_ms: int | None
-    ) -> None:
+    ) -> bool:
         """Update all but the holders from a tick. The first tick of each 15 s is kept as a reading; that of a node that
-        is read less often also stands for the time since its last tick. ``parts`` are the MIG devices of the GPU."""
+        is read less often also stands for the time since its last tick. ``parts`` are the MIG devices of the GPU.
+
+        Returns whether the history begins again, and ``since_ms`` with it.
+        """
         activity = device_activity(device)
         if parts and activity != "failing":
             activity = activity_of_parts({device_activity(part) for part in parts})
@@ -119,19 +122,20 @@ class ShownDevice:
             activity = "busy"
         self.last, self.sign = msgspec.structs.replace(device, holders=(), processes=None), _SIGNS[activity]
         step = ts_ms // STEP_MS
-        if (self.step - step) * STEP_MS > WAITED_MS:
-            # the history is of a time that the node's clock has not reached yet: begin again
+        begins_again = (self.step - step) * STEP_MS > WAITED_MS
+        if begins_again:  # what is known is of a time that the node's clock has not reached yet
             self.step, self.signs, self.readings = 0, bytearray(b" " * STEPS), _no_readings()
             self.since_ms = ts_ms
             self.spans.clear()
         if step <= self.step:
-            return
+            return begins_again
         is_gap = (step - self.step) * STEP_MS > silent_after_ms(interval_ms, STEP_MS)
         sign, metrics = (b" ", {}) if is_gap else (self.sign, self.last.metrics)
         for missing in range(max(self.step + 1, step - STEPS + 1), step) if self.step else ():
             self._set_reading(missing % STEPS, sign, metrics)
         self._set_reading(step % STEPS, self.sign, self.last.metrics)
         self.step = step
+        return begins_again
 
     def _set_reading(self, index: int, sign: bytes, metrics: Mapping[str, Number | None]) -> None:
         self.signs[index : index + 1] = sign
@@ -252,7 +256,7 @@ class Fleet:
             elif shown.holders != holders or _description(shown.last) != _description(device):
                 shown.set_holders(holders, tick.ts_ms)
                 reshaped = True
-            shown.update(device, parts, tick.ts_ms, tick.interval_ms)
+            reshaped |= shown.update(device, parts, tick.ts_ms, tick.interval_ms)
             devices[device.uuid] = shown
         reshaped |= list(before) != list(devices)
         shaped = self.version if reshaped or node is None else node.shaped
