@@ -208,7 +208,8 @@ class Holdings:
         """The holdings of each pod of a namespace, on the devices whose labels ``select`` accepts.
 
         A pod is on one node: if two nodes name it, the one with the latest tick counts. They do after the pod was made
-        again elsewhere, and while a node has another name than before.
+        again elsewhere, and while a node has another name than before. A holding without a UID is of the pod of its
+        name with a UID, if there is one.
         """
         holdings_by_pod: dict[str, list[Holding]] = {}
         for name in self._by_namespace.get(namespace, ()):
@@ -216,7 +217,7 @@ class Holdings:
             for holding in node.namespaces[namespace] if node.expires_s > now_s else ():
                 holdings_by_pod.setdefault(holding.pod, []).append(holding)
         for holdings in holdings_by_pod.values():
-            newest = max(holdings, key=lambda holding: holding.ts_ms)
+            newest = max(holdings, key=lambda held: (held.ts_ms, held.labels[_NODE], held.pod_uid is not None))
             holdings[:] = [
                 holding
                 for holding in holdings

@@ -149,6 +149,14 @@ def test_of_two_pods_of_one_name_the_one_that_was_heard_of_last_counts() -> None
         assert pod_value(holdings_of(*order).pods("ml", 0.0)["p"], USED) == 0.9
 
 
+def test_a_device_whose_holder_has_no_uid_is_of_the_pod_of_its_name() -> None:
+    memory = {"memory_used_bytes": 1}
+    devices = [device("GPU-a", holder("p"), metrics=memory), device("GPU-b", holder("p", pod_uid="u"), metrics=memory)]
+
+    for order in (devices, devices[::-1]):
+        assert pod_value(holdings_of(tick(1, *order)).pods("ml", 0.0)["p"], "memory_used_bytes") == 2
+
+
 @pytest.mark.parametrize("known", [{"pod_uid": "u"}, {}])
 def test_a_pod_of_a_node_that_has_another_name_now_does_not_count_twice(known: dict[str, str]) -> None:
     holdings = Holdings()
