@@ -267,6 +267,19 @@ async def test_a_gpu_that_moved_to_another_node_stays_when_its_old_node_ticks_wi
         assert "1 device" in await page.text("#who")
 
 
+async def test_a_gpu_that_two_nodes_have_stays_when_one_of_them_ticks_without_it(page: Page) -> None:
+    bench, cloned = Bench(), device("GPU-a", holder("p-0"), used=0.5)
+    bench.fleet.add_tick(tick(1, cloned), 1.0)
+    bench.fleet.add_tick(tick(2, cloned, node="n2"), 2.0)
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#total", "2 nodes, 1 GPU")
+        bench.fleet.add_tick(tick(3, device("GPU-b"), node="n2"), 3.0)
+        bench.pages.make_frames(START_MS + 3000)
+        await page.shows("#total", "2 nodes, 2 GPUs")
+        assert "1 device" in await page.text("#who")
+
+
 async def test_a_gpu_that_is_cut_is_found_and_marked_by_its_alerts_and_counts_once_for_its_holder(page: Page) -> None:
     bench = Bench()
     migs = [{"uuid": f"MIG-{number}", "parent_uuid": "GPU-a", "profile": "1g.10gb"} for number in range(2)]

@@ -25,7 +25,6 @@ function take(frame) {
   let reshaped = false;
   if (frame.kind === "all") {
     fleet.nodes.clear();
-    fleet.devices.clear();
     fleet.began = frame.began_ms;
     fleet.metrics = new Map(frame.metrics.map(([key, unit, help]) => [key, { unit, help }]));
     fillMetrics();
@@ -36,9 +35,6 @@ function take(frame) {
     reshape(slot, cluster, name, zone, devices);
     reshaped = true;
   }
-  if (frame.kind === "all") {
-    for (const role of ["cursor", "chosen"]) map[role] = fleet.devices.get(map[role]?.uuid) ?? null;
-  }
   for (const [slot, ts, words, values] of frame.now) {
     const node = fleet.nodes.get(slot);
     if (!node) continue;
@@ -47,6 +43,10 @@ function take(frame) {
       device.word = words[place] ?? "s";
       device.value = frame.metric === shown.metric ? values[place] ?? null : null;
     });
+  }
+  if (reshaped) index();
+  if (frame.kind === "all") {
+    for (const role of ["cursor", "chosen"]) map[role] = fleet.devices.get(map[role]?.uuid) ?? null;
   }
   if (frame.alerts) { fleet.alerts = frame.alerts; showAlerts(); }
   if (frame.usage) { fleet.usage = frame.usage; showUsage(); }
@@ -68,16 +68,19 @@ function reshape(slot, cluster, name, zone, rows) {
   const cut = new Set(rows.map(([, , , , parent]) => parent).filter(Boolean)); // GPUs whose MIG devices stand for them
   for (const [uuid, index, model, profile, parent, since, holders] of rows) {
     const device = known.get(uuid) ?? { uuid, word: "f", value: null };
-    known.delete(uuid);
     Object.assign(device, { node, index, model: model ?? LOW, profile, parent, since, holders, cut: cut.has(uuid) });
     device.text = [cluster, name, zone, uuid, parent, model, profile, ...holders.flat()].join("\n").toLowerCase();
     node.devices.push(device);
-    fleet.devices.set(uuid, device);
-  }
-  for (const [uuid, device] of known) {
-    if (fleet.devices.get(uuid) === device) fleet.devices.delete(uuid); // else it has moved to another node
   }
   fleet.nodes.set(slot, node);
+}
+
+// Of a device that two nodes have, that of the later tick counts: it has moved, or its node has another name now.
+function index() {
+  fleet.devices.clear();
+  for (const node of [...fleet.nodes.values()].sort((a, b) => a.ts - b.ts)) {
+    for (const device of node.devices) fleet.devices.set(device.uuid, device);
+  }
 }
 
 // -- the map
