@@ -280,6 +280,19 @@ async def test_a_gpu_that_two_nodes_have_stays_when_one_of_them_ticks_without_it
         assert "1 device" in await page.text("#who")
 
 
+async def test_an_alert_that_comes_before_the_ticks_of_its_gpu_leads_to_it(page: Page) -> None:
+    bench = Bench()
+    bench.fleet.set_alert(b"1", alert(gpus=[], labels={"gpu_uuid": "GPU-a"}))
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.shows("#alerts-title", "1")
+        bench.fleet.add_tick(tick(1, device("GPU-a", holder("p-0"), used=0.5)), 1.0)
+        bench.pages.make_frames(START_MS + 1000)
+        await page.shows("#total", "1 node, 1 GPU")
+        await page.value("document.querySelector('#alerts button').click()")
+        await page.shows("#holders", "ml/p-0")
+
+
 async def test_a_gpu_that_is_cut_is_found_and_marked_by_its_alerts_and_counts_once_for_its_holder(page: Page) -> None:
     bench = Bench()
     migs = [{"uuid": f"MIG-{number}", "parent_uuid": "GPU-a", "profile": "1g.10gb"} for number in range(2)]

@@ -48,7 +48,8 @@ function take(frame) {
   if (frame.kind === "all") {
     for (const role of ["cursor", "chosen"]) map[role] = fleet.devices.get(map[role]?.uuid) ?? null;
   }
-  if (frame.alerts) { fleet.alerts = frame.alerts; showAlerts(); }
+  if (frame.alerts) fleet.alerts = frame.alerts;
+  if (frame.alerts || reshaped) showAlerts(); // it shows where their devices are
   if (frame.usage) { fleet.usage = frame.usage; showUsage(); }
   if (reshaped) regroup();
   show();
