@@ -359,8 +359,9 @@ class Evidence:
         run.fates[fate] += 1
         if fate == "lost":
             run.lost.add(tick.seq)
-        elif fate in ("late", "none") and tick.allocations_seq not in node.snapshots.get(tick.run_id, ()):
-            run.without_snapshot += 1
+        elif fate in ("late", "none"):
+            named, snapshots = tick.allocations_seq, node.snapshots.get(tick.run_id, ())
+            run.without_snapshot += named is None or named not in snapshots  # two producers of one name
 
     def _fate_without_output(self, record: Any) -> Fate:
         """What became of a sample that has no record in gpu.attributed."""

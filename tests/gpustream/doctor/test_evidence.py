@@ -100,6 +100,12 @@ def test_a_late_tick_is_distinguished_by_whether_its_snapshot_is_in_the_log() ->
     assert (run_of(evidence).fates, run_of(evidence).without_snapshot) == ({"late": 2}, 1)
 
 
+def test_a_tick_that_is_late_and_names_no_snapshot_has_none_in_the_log() -> None:
+    evidence = folded([snapshot(1), attributed(1, "late"), sample(1, named=None)])
+
+    assert (run_of(evidence).fates, run_of(evidence).without_snapshot) == ({"late": 1}, 1)
+
+
 def test_a_letter_that_was_sent_again_and_attributed_is_no_gap() -> None:
     first = sample(1)
     dead = letter(first)
