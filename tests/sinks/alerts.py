@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 from cloudevents.core.base import BaseCloudEvent
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sinks.consumer import Handler
 from sinks.outcomes import Outcomes
 from tests.sinks.records import ConsumedRecord
 from topics.alerts import TOPIC, Alert, fingerprint, transition_id
 from topics.reference import json_schema
-from topics.times import time_of
+from topics.times import epoch_ms, time_of
 
 START_MS = 1_795_219_152_500
 
@@ -59,22 +60,34 @@ def deleted(of_alert: Alert, offset: int = 0, *, at_ms: int) -> ConsumedRecord:
     return ConsumedRecord(offset, None, at_ms, of_alert.fingerprint.encode(), "gpu.alerts")
 
 
-Writing = tuple[int, int]
-"""Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
+Writing = tuple[str, str]
+"""An alert, by its pod, and what is written of it; ``again`` is the last record once more, as after a crash."""
 
-writings = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30)
+writings = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from(["begins or ends", "severity", "figures", "again"])),
+    min_size=1,
+    max_size=30,
+)
 
 
 def written(writings: Sequence[Writing], start_ms: int) -> tuple[list[Alert], dict[str, list[Alert]]]:
-    """Transitions as they are written, with repeats, and those of each pod in order."""
-    transitions: dict[str, list[Alert]] = {}
-    written_alerts: list[Alert] = []
-    for pod, repeats in writings:
-        of_pod = transitions.setdefault(str(pod), [])
-        starts_ms = start_ms + len(of_pod) // 2 * 1000
-        of_pod.append(alert(str(pod), starts_ms, starts_ms + 500 if len(of_pod) % 2 else None))
-        written_alerts += [of_pod[-1], *of_pod[-1:] * repeats]
-    return written_alerts, transitions
+    """Alerts as they are written, and those of each pod in order. What has ended does not change any more."""
+    written_alerts, by_pod = list[Alert](), dict[str, list[Alert]]()
+    for pod, what in writings:
+        of_pod = by_pod.setdefault(pod, [])
+        last = of_pod[-1] if of_pod else None
+        if last is None or (not last.is_open and what == "begins or ends"):
+            of_pod.append(alert(pod, start_ms if last is None else epoch_ms(last.starts_at) + 1000))
+        elif last.is_open and what == "begins or ends":
+            of_pod.append(replace(last, state="resolved", ends_at=time_of(epoch_ms(last.starts_at) + 500)))
+        elif last.is_open and what == "severity":
+            severity = "critical" if last.severity == "warning" else "warning"
+            labels = {**last.labels, "severity": severity}
+            of_pod.append(replace(last, severity=severity, labels=labels, revision=last.revision + 1))
+        elif last.is_open and what == "figures":
+            of_pod.append(replace(last, annotations={**last.annotations, "figure": str(len(of_pod))}))
+        written_alerts.append(of_pod[-1])
+    return written_alerts, by_pod
 
 
 async def deliver_until(

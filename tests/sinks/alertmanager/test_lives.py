@@ -3,25 +3,14 @@
 import asyncio
 import math
 import random
-from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tests.sinks.alertmanager.fake import FakeAlertmanager
 from tests.sinks.alertmanager.test_partition import STARTS_MS, Setup, records
-from tests.sinks.alerts import alert, deliver_until
+from tests.sinks.alerts import Writing, deliver_until, writings, written
 from tests.sinks.records import ConsumedRecord
-from topics.alerts import Alert
-from topics.times import epoch_ms, time_of
-
-Writing = tuple[str, str]
-"""An alert, by its pod, and what is written of it."""
-
-writings = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.sampled_from(["begins or ends", "severity", "figures", "again"])), max_size=30
-)
 
 
 @given(
@@ -34,31 +23,11 @@ writings = st.lists(
 def test_in_the_end_what_is_open_fires_and_nothing_else(
     writings: list[Writing], statuses: list[int], lives: list[int], restarts: set[int], seed: int
 ) -> None:
-    log, last = written(writings)
+    written_alerts, by_pod = written(writings, STARTS_MS)
     manager = FakeAlertmanager(*statuses)
-    asyncio.run(_live(manager, records(*log), [*lives, 0], restarts, random.Random(seed)))
+    asyncio.run(_live(manager, records(*written_alerts), [*lives, 0], restarts, random.Random(seed)))
+    last = {pod: of_pod[-1] for pod, of_pod in by_pod.items()}
     assert manager.severities() == sorted((pod, alert.severity) for pod, alert in last.items() if alert.is_open)
-
-
-def written(writings: Sequence[Writing]) -> tuple[list[Alert], dict[str, Alert]]:
-    """The alerts as they are written, and the last one of each pod. What does not go on has neither another severity
-    nor other figures."""
-    log, last = list[Alert](), dict[str, Alert]()
-    for pod, what in writings:
-        before = last.get(pod)
-        if before is None or (not before.is_open and what == "begins or ends"):
-            starts_ms = STARTS_MS if before is None else epoch_ms(before.starts_at) + 1_000
-            last[pod] = alert(pod, starts_ms)
-        elif before.is_open and what == "begins or ends":
-            last[pod] = replace(before, state="resolved", ends_at=time_of(epoch_ms(before.starts_at) + 500))
-        elif before.is_open and what == "severity":
-            severity = "critical" if before.severity == "warning" else "warning"
-            labels = {**before.labels, "severity": severity}
-            last[pod] = replace(before, severity=severity, labels=labels, revision=before.revision + 1)
-        elif before.is_open and what == "figures":
-            last[pod] = replace(before, idle=2, held=3)
-        log.append(last[pod])
-    return log, last
 
 
 async def _live(

@@ -286,14 +286,14 @@ async def test_after_the_topic_was_created_again_everything_is_news() -> None:
 def test_whatever_fails_and_restarts_each_alert_s_transitions_arrive_in_order(
     writings: list[Writing], statuses: list[int], lives: list[int], seed: int
 ) -> None:
-    written_alerts, transitions = written(writings, START_MS)
+    written_alerts, by_pod = written(writings, START_MS)
     scripted = Scripted(*statuses)
     asyncio.run(_live(scripted, records(*written_alerts), [*lives, 0], random.Random(seed)))
     posted = [request.headers["Idempotency-Key"] for request in scripted.accepted()]
-    for pod, of_pod in transitions.items():
+    for pod, of_pod in by_pod.items():
         ids = [identity for identity in posted if identity.startswith(alert(pod).fingerprint)]
         first_seen = list(dict.fromkeys(ids))  # as a receiver that knows identities sees them
-        assert first_seen == list(map(transition_id, of_pod))
+        assert first_seen == list(dict.fromkeys(map(transition_id, of_pod)))  # new figures alone are no news
 
 
 async def _live(scripted: Scripted, log: list[ConsumedRecord], lives: list[int], chance: random.Random) -> None:
