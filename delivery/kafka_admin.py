@@ -197,11 +197,13 @@ class Admin:
         for name in names:
             try:
                 (response,) = await self._client.describe_consumer_groups([self._connection.prefixed(name)])
-                hidden += [name] if response.groups[0][0] == GroupAuthorizationFailedError.errno else []
+                is_hidden = response.groups[0][0] == GroupAuthorizationFailedError.errno
             except GroupAuthorizationFailedError:
-                hidden.append(name)
+                is_hidden = True
             except GroupCoordinatorNotAvailableError:  # this Kafka has never had a group
-                continue
+                is_hidden = False
+            if is_hidden:
+                hidden.append(name)
         return hidden
 
     async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -35,27 +35,55 @@ from delivery.connection import Connection, CredentialsError
 from delivery.redaction import redact
 
 
-class InvalidRecordError(BrokerResponseError):  # type: ignore[misc] # aiokafka has no types
+class FencedLeaderEpochError(BrokerResponseError):  # type: ignore[misc] # aiokafka has no types
+    """The client's metadata are older than the broker's."""
+
+    errno, message, retriable, invalid_metadata = 74, "FENCED_LEADER_EPOCH", True, True
+
+
+class UnknownLeaderEpochError(BrokerResponseError):  # type: ignore[misc]
+    """The broker's metadata are older than the client's."""
+
+    errno, message, retriable, invalid_metadata = 75, "UNKNOWN_LEADER_EPOCH", True, True
+
+
+class OffsetNotAvailableError(BrokerResponseError):  # type: ignore[misc]
+    """A new leader does not know yet where its log ends."""
+
+    errno, message, retriable = 78, "OFFSET_NOT_AVAILABLE", True
+
+
+class GroupMaxSizeReachedError(BrokerResponseError):  # type: ignore[misc]
+    """The consumer group has as many members as the broker's group.max.size allows."""
+
+    errno, message = 81, "GROUP_MAX_SIZE_REACHED"
+
+
+class FencedInstanceIdError(BrokerResponseError):  # type: ignore[misc]
+    """Another process has joined the consumer group with the instance id of this one."""
+
+    errno, message = 82, "FENCED_INSTANCE_ID"
+
+
+class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]
     """The broker does not take the record, such as one without a key in a compacted topic."""
 
     errno, message = 87, "INVALID_RECORD"
 
 
-_FURTHER_ERRORS = {
-    "FencedLeaderEpochError": (74, True, True),  # the client's metadata are older than the broker's
-    "UnknownLeaderEpochError": (75, True, True),  # the broker's metadata are older than the client's
-    "OffsetNotAvailableError": (78, True, False),  # a new leader does not know yet where its log ends
-    "GroupMaxSizeReachedError": (81, False, False),  # the group has as many members as the broker's group.max.size
-    "FencedInstanceIdError": (82, False, False),  # another process has joined the group with this one's instance id
-    "UnstableOffsetCommitError": (88, True, False),  # a transaction that commits offsets of the group is still open
-    "ThrottlingQuotaExceededError": (89, True, False),  # the broker's quota of such requests is used up for now
-}
-"""By name the code, whether the same request may succeed later, and whether only with new metadata."""
+class UnstableOffsetCommitError(BrokerResponseError):  # type: ignore[misc]
+    """A transaction that commits offsets of the group is still open."""
 
-aiokafka.errors.kafka_errors[InvalidRecordError.errno] = InvalidRecordError
-for _name, (_code, _retriable, _with_new_metadata) in _FURTHER_ERRORS.items():
-    _policy = {"errno": _code, "retriable": _retriable, "invalid_metadata": _with_new_metadata}
-    aiokafka.errors.kafka_errors[_code] = type(_name, (BrokerResponseError,), {"message": _name, **_policy})
+    errno, message, retriable = 88, "UNSTABLE_OFFSET_COMMIT", True
+
+
+class ThrottlingQuotaExceededError(BrokerResponseError):  # type: ignore[misc]
+    """The broker's quota of such requests is used up for now."""
+
+    errno, message, retriable = 89, "THROTTLING_QUOTA_EXCEEDED", True
+
+
+aiokafka.errors.kafka_errors |= {kind.errno: kind for kind in BrokerResponseError.__subclasses__()}
 
 _ACLS = "give its user the ACLs of this component that docs/how-to/kafka.md lists"
 _DENIED = {

@@ -9,8 +9,8 @@ On failure: what Kafka does not have any more, and a target that has something e
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -90,15 +90,24 @@ class PartitionJoin:
         return joined
 
 
-async def reattribute(connection: Connection, into: str, time_range: Range) -> Counter[str]:
-    """Attributes the samples of a time again, one partition after the other. Raises BrokerError.
+@dataclass
+class ReattributionTotals:
+    """How much has been read and written so far. ``nodes`` counts those with ticks, ``existing`` the ticks that the
+    target had already."""
 
-    Returns how many ticks were written, by their attribution, how many were ``existing`` in the target already, how
-    many samples were ``malformed``, and how many ``nodes`` have ticks.
-    """
+    nodes: int = 0
+    exact: int = 0
+    late: int = 0
+    none: int = 0
+    existing: int = 0
+    malformed: int = 0
+
+
+async def reattribute(connection: Connection, into: str, time_range: Range) -> ReattributionTotals:
+    """Attributes the samples of a time again, one partition after the other. Raises BrokerError."""
     target = dataclasses.replace(connection, topic_prefix=into)
     sender = Sender(target, client_id="gpustream-replay")
-    totals = Counter[str]()
+    totals = ReattributionTotals()
     async with (
         history.opened(connection, [samples.TOPIC.name, *_STATES]) as reader,
         history.opened(target, [samples.TOPIC.name, attributed.TOPIC.name]) as target_reader,
@@ -146,7 +155,7 @@ async def _write(
     target_reader: History,
     sender: Sender,
     partition_join: PartitionJoin,
-    totals: Counter[str],
+    totals: ReattributionTotals,
 ) -> None:
     """Attributes a partition's samples again, and writes the ticks that the target does not have."""
     encode, writer = msgspec.json.Encoder().encode, history.Writer(sender)
@@ -170,13 +179,13 @@ async def _write(
                     f" time does ({sample.offset}): give --into another prefix, or --from as it was given before"
                 )
             if sample.offset < written.end:
-                totals["existing"] += 1
+                totals.existing += 1
                 continue
-            totals[sample.attribution] += 1
+            setattr(totals, sample.attribution, getattr(totals, sample.attribution) + 1)
             key = node_key(sample.cluster, sample.node)
             await writer.write(attributed.TOPIC.name, encode(sample), key, record.partition)
     await writer.settle()
-    totals.update(nodes=len(nodes), malformed=partition_join.malformed)
+    totals.nodes, totals.malformed = totals.nodes + len(nodes), totals.malformed + partition_join.malformed
 
 
 async def _written_span(target_reader: History, tp: Partition) -> Span:

@@ -11,8 +11,8 @@ On failure: what Kafka does not have any more is refused, with the reason and wh
           node stays as it is if gpu.attributed was created again in it: the ticks of its beginning are gone.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import click
@@ -158,26 +158,42 @@ def replay(
         time_range = attributable_time(first, last, now_ms())
         click.echo(f"attribution again from {utc(time_range.from_ms)} to {utc(time_range.to_ms)} into {into}", err=True)
         attributed = answer(reattribute(connection, into, time_range))
-        exact, late, none = (attributed[word] for word in ("exact", "late", "none"))
+        ticks = counted(attributed.exact + attributed.late + attributed.none, "tick")
         click.echo(
-            f"{counted(exact + late + none, 'tick')} of {counted(attributed['nodes'], 'node')} written: {exact} exact,"
-            f" {late} late, {none} without a snapshot; {attributed['existing']} were there"
+            f"{ticks} of {counted(attributed.nodes, 'node')} written: {attributed.exact} exact, {attributed.late} late,"
+            f" {attributed.none} without a snapshot; {attributed.existing} were there"
         )
-        if malformed := attributed["malformed"]:
-            click.echo(f"{counted(malformed, 'sample')} could not be decoded, and have their dead letters", err=True)
+        if attributed.malformed:
+            click.echo(
+                f"{counted(attributed.malformed, 'sample')} could not be decoded, and have their dead letters", err=True
+            )
         return
     hours = final_hours(first, last, now_ms())
     click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
-    totals, generation = answer(_replay(connection, hours, Accounting(split, team_label)))
+    totals = answer(_replay(connection, hours, Accounting(split, team_label)))
     click.echo(
-        f"{counted(totals['ticks'], 'tick')} of {counted(totals['nodes'], 'node')}:"
-        f" {counted(totals['hours'], 'record')} of hours and {totals['minutes']} of minutes written,"
-        f" {totals['zeros']} keys set to zero, generation {generation}"
+        f"{counted(totals.ticks, 'tick')} of {counted(totals.nodes, 'node')}: {counted(totals.hours, 'record')} of"
+        f" hours and {totals.minutes} of minutes written, {totals.zeros} keys set to zero,"
+        f" generation {totals.generation}"
     )
-    if malformed := totals["malformed"]:
-        click.echo(f"{counted(malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
-    if partial := totals["partial"]:
-        click.echo(f"{counted(partial, 'hour')} of nodes left as before: {ATTRIBUTED.name} has a part", err=True)
+    if totals.malformed:
+        click.echo(f"{counted(totals.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
+    if totals.partial:
+        click.echo(f"{counted(totals.partial, 'hour')} of nodes left as before: {ATTRIBUTED.name} has a part", err=True)
+
+
+@dataclass
+class ReplayTotals:
+    """How much a replay has read and written so far."""
+
+    nodes: int = 0
+    ticks: int = 0
+    malformed: int = 0
+    partial: int = 0
+    hours: int = 0
+    minutes: int = 0
+    zeros: int = 0
+    generation: int = 0
 
 
 class PartitionReplay:
@@ -287,8 +303,8 @@ def _window_hash(record: Usage) -> int:
     return hash((record.cluster, record.node, record.gpu_uuid, record.start_ms, record.end_ms))
 
 
-async def _replay(connection: Connection, hours: Range, policy: Accounting) -> tuple[Counter[str], int]:
-    """Makes the usage of each partition again. Returns what was read and written, and the highest generation."""
+async def _replay(connection: Connection, hours: Range, policy: Accounting) -> ReplayTotals:
+    """Makes the usage of each partition again, one after the other."""
     sender = Sender(connection, client_id="gpustream-replay")
     written_topics = (HOURS.name, MINUTES.name)
     async with history.opened(connection, [ATTRIBUTED.name, *written_topics]) as reader, connecting(sender):
@@ -301,7 +317,7 @@ async def _replay(connection: Connection, hours: Range, policy: Accounting) -> t
             for tp, span in ticks.items():
                 old_of_partition = {old: span for old, span in old_spans.items() if old.partition == tp.partition}
                 await writer.replay(tp, span, old_of_partition)
-    return writer.totals, writer.generation
+    return writer.totals
 
 
 class UsageWriter:
@@ -312,7 +328,7 @@ class UsageWriter:
     ) -> None:
         self._reader, self._writer, self._hours, self._policy = reader, history.Writer(sender), hours, policy
         self._advanced = advanced
-        self.totals, self.generation = Counter[str](), 0
+        self.totals = ReplayTotals()
 
     async def replay(self, tp: Partition, ticks: Span, old_spans: Mapping[Partition, Span]) -> None:
         """Writes the usage of a partition's nodes, and zeros under keys that only the old records have."""
@@ -332,7 +348,8 @@ class UsageWriter:
         async def write(final: Sequence[Usage]) -> None:
             for record in final:
                 written.note(record)
-                totals["hours" if record.end_ms - record.start_ms == HOUR_MS else "minutes"] += 1
+            totals.hours += sum(record.end_ms - record.start_ms == HOUR_MS for record in final)
+            totals.minutes += sum(record.end_ms - record.start_ms == MINUTE_MS for record in final)
             await self._send(tp.partition, final)
 
         async for records in self._reader.records({tp: ticks}, self._advanced, on_deleted=refuse_deleted):
@@ -340,11 +357,12 @@ class UsageWriter:
         await write(nodes.end(now_ms() - MINUTE_MS))
         async for records in self._reader.records(old_spans):
             zeros = [zero for _, record in history.decoded(records, _decode) if (zero := written.zero(record))]
-            totals["zeros"] += len(zeros)
+            totals.zeros += len(zeros)
             await self._send(tp.partition, zeros)
         await self._writer.settle()
-        totals.update(nodes=len(nodes.nodes), ticks=nodes.ticks, malformed=nodes.malformed, partial=len(nodes.partial))
-        self.generation = max(self.generation, generation)
+        totals.nodes, totals.ticks = totals.nodes + len(nodes.nodes), totals.ticks + nodes.ticks
+        totals.malformed, totals.partial = totals.malformed + nodes.malformed, totals.partial + len(nodes.partial)
+        totals.generation = max(totals.generation, generation)
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
         for record in records:

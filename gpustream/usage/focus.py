@@ -242,7 +242,8 @@ class Bill:
         own = self._columns
         first_extra = next((index for index, name in enumerate(own) if name.startswith("x_")), len(own))
         ordered = (*own[:first_extra], *ALLOCATED_COLUMNS, *own[first_extra:], *EXTRA_COLUMNS)
-        yield (columns := list(dict.fromkeys(ordered)))
+        columns = list(dict.fromkeys(ordered))
+        yield columns
         for number, row in enumerate(self._rows, 1):
             cells, charge = dict(zip(own, row, strict=True)), self._charges.get(number)
             parts: Iterable[Mapping[str, str]] = (cells,)

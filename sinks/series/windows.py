@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from sinks.series.model import STALE, Key, Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Withheld
+from topics.metric import Series
 from topics.profiles import PROFILES, insert_suffix, names_of
 
 Aggregate = Literal["min", "mean", "max"]
@@ -26,12 +27,19 @@ Aggregate = Literal["min", "mean", "max"]
 _HELP: dict[Aggregate, str] = {"min": "Lowest value", "mean": "Mean of the values", "max": "Highest value"}
 _NO_QUANTITIES = ("", "bitmask", "code")
 _OF_EVERY_TICK: Subject = "errors"
-_WITHIN_TICKS: Mapping[str, Aggregate] = {
+
+
+def _is_gauge(series: Row | Series) -> bool:
+    """Whether its value is a quantity that goes up and down."""
+    return series.kind == "gauge" and series.unit not in _NO_QUANTITIES
+
+
+_WITHIN_TICKS: dict[str, Aggregate] = {
     insert_suffix(series.name, f"_{aggregate}", series.unit): aggregate
     for profile in PROFILES.values()
     for series in chain.from_iterable(profile.series.values())
     for aggregate in _HELP
-    if series.kind == "gauge" and series.unit not in _NO_QUANTITIES
+    if _is_gauge(series)
 }
 """The names of aggregates of gauges. A series of one of these names is an aggregate within each tick, also in a tick
 that lacks the gauge."""
@@ -238,7 +246,7 @@ class _Columns(NamedTuple):
 @lru_cache(maxsize=4096)
 def _columns_of(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Columns:
     gauges = _gauges(rows)
-    by_metric = {**_WITHIN_TICKS, **{_aggregated(rows[row], name).name: name for row in gauges for name in _HELP}}
+    by_metric = _WITHIN_TICKS | {_aggregated(rows[row], name).name: name for row in gauges for name in _HELP}
     own = {row: by_metric[rows[row].name] for row in gauges if rows[row].name in by_metric}
     metrics = {row.name for row in rows}
     added = [
@@ -254,7 +262,7 @@ def _columns_of(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Columns:
 @lru_cache(maxsize=4096)
 def _gauges(rows: Rows) -> tuple[int, ...]:
     """The numbers of the rows whose value is a quantity that goes up and down."""
-    return tuple([n for n, row in enumerate(rows) if row.kind == "gauge" and row.unit not in _NO_QUANTITIES])
+    return tuple([number for number, row in enumerate(rows) if _is_gauge(row)])
 
 
 def _aggregate_set(series: SeriesSet, aggregates: tuple[Aggregate, ...]) -> SeriesSet:

@@ -132,8 +132,11 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
     """A container of a known pod, with its labels and owners.
     It names the Job, StatefulSet or Deployment that is the nearest owner of the pod: at most one of the three."""
     owners = pod.owners if pod.owners_complete else ()
-    of_kinds = ((_CONTROLLERS.get((owner.api_version.split("/")[0], owner.kind)), owner.name) for owner in owners)
-    kind, controller = next((pair for pair in of_kinds if pair[0] is not None), (None, None))
+    kind = controller = None
+    for owner in owners:
+        if (kind := _CONTROLLERS.get((owner.api_version.split("/")[0], owner.kind))) is not None:
+            controller = owner.name
+            break
     workload = workload_of(owners[-1]) if owners else None
     if workload is None and pod.owners_complete:
         workload = Workload("Pod", pod.name)  # a pod without owners is its own workload

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
-from gpustream.reattribution import reattribute
+from gpustream.reattribution import ReattributionTotals, reattribute
 from gpustream.usage.read import Range
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -31,7 +30,7 @@ TICKS = 20
 
 async def attribute_again(
     kafka: KafkaServer, *, to_ms: int | None = None, from_ms: int = 0, into: str = INTO
-) -> Counter[str]:
+) -> ReattributionTotals:
     """Attributes all samples again, or those that were logged in a range of time."""
     return await reattribute(kafka.connection, into, Range(from_ms, to_ms or int(time.time() * 1000) + 60_000))
 
@@ -73,11 +72,12 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
     live = await by_partition(kafka, "gpu.attributed")
     logged_ms = sorted(record.timestamp for record in await read_all(kafka.address, "gpu.samples"))
     half = await attribute_again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
-    assert 0 < half["exact"] < 6 * TICKS
+    assert 0 < half.exact < 6 * TICKS
     without_ticks = {"schema": 1, "cluster": "default", "node": "n", "epoch": 1, "seq": 1, "ts_ms": 1}
     await _write(kafka, "gpu.workloads", (b"default/n", json.dumps(without_ticks).encode()))
     counts = await attribute_again(kafka)
-    assert counts == Counter(nodes=6, existing=half["exact"], exact=6 * TICKS - half["exact"])
+    assert counts.nodes == 6
+    assert (counts.existing, counts.exact, counts.late, counts.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
     live_records = await read_all(kafka.address, f"{INTO}gpu.attributed")
     assert await by_partition(kafka, f"{INTO}gpu.attributed") == live
     for partition in live:
@@ -128,7 +128,7 @@ async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_
 
     first, *_, last = [record.timestamp for record in await read_all(kafka.address, "gpu.samples")]
     counts = await attribute_again(kafka, from_ms=last, into="once-more.")
-    assert counts["none"] == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
+    assert counts.none == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
     with pytest.raises(BrokerError, match=r"begins with a later sample .*another prefix"):
         await attribute_again(kafka, from_ms=first, into="once-more.")
 
@@ -137,4 +137,4 @@ async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_
     before, after = [record.timestamp for record in await read_all(kafka.address, "gpu.samples")][-2:]
     with pytest.raises(BrokerError, match=r"ends with an earlier sample .*would be missing"):
         await attribute_again(kafka, from_ms=after, into="once-more.")
-    assert (await attribute_again(kafka, from_ms=before, into="once-more."))["none"] == 2
+    assert (await attribute_again(kafka, from_ms=before, into="once-more.")).none == 2
