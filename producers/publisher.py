@@ -55,7 +55,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
                " the broker was away, or could never be sent.", ("reason",)),
     Instrument(RUNS, "counter", "Runs that began: one per node at the start, and one each time a clock stepped back."),
 )  # fmt: skip
-"""The own metrics of every producer."""
+"""The metrics that every producer has."""
 
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""

@@ -22,7 +22,7 @@ from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client
 from delivery.sender import Sender, not_sent
 from delivery.tasks import running, set_within, until_stopped
-from producers.cluster import instruments as own
+from producers.cluster import instruments as names
 from producers.cluster import objects, pods
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
 from producers.cluster.lease import LeaderElector
@@ -114,7 +114,7 @@ def listeners(
     policies: PolicyEvents | None = None,
 ) -> dict[str, Listener[Any]]:
     """A listener for each resource, which applies the events of its watch to the store."""
-    cut = instruments.counter(own.CUT)
+    cut = instruments.counter(names.CUT)
 
     def put_pod(pod: objects.Pod) -> None:
         cut.inc(store.put_pod(pod, now_ms()))
@@ -164,7 +164,7 @@ class ClusterProducer:
         read_back: Callable[[Connection, int, PublishedNodes], Coroutine[Any, Any, None]] = read_back,
     ) -> None:
         self._settings = settings
-        self._instruments = Instruments((*SHARED_INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*SHARED_INSTRUMENTS, *names.INSTRUMENTS))
         self.registry = self._instruments.registry
         self._sender = sender or sender_of(self.name, settings.connection(), f"gpustream-{self.name}")
         self._read_back = read_back
@@ -172,7 +172,7 @@ class ClusterProducer:
         self._synced_s = float("inf")
         self._publisher: WorkloadsPublisher | None = None
         self._elector: LeaderElector | None = None
-        self._api = Client(settings.kubeconfig, partial(self._instruments.counter, own.API_REQUESTS))
+        self._api = Client(settings.kubeconfig, partial(self._instruments.counter, names.API_REQUESTS))
         self._owners = Owners(self._api, self._instruments, self._set_chain)
         selection = Selection(
             settings.resource_prefixes,
@@ -223,7 +223,7 @@ class ClusterProducer:
                 if stop.is_set():
                     return
                 if self._settings.lease is None:
-                    self._instruments.gauge(own.LEADING).set(1)
+                    self._instruments.gauge(names.LEADING).set(1)
                     await until_stopped(stop, self._lead(now_ms()))
                     return
                 namespace, _, name = self._settings.lease.partition("/")
@@ -287,7 +287,7 @@ class ClusterProducer:
                 deferred = limiter.deferred(self._store.pods_awaiting_owners(node), now_s)
                 content = self._store.pop_content(node, deferred)
                 if content is not None:
-                    self._instruments.counter(own.SHED).inc(content.shed)
+                    self._instruments.counter(names.SHED).inc(content.shed)
                     publisher.publish(now_ms(), node, content)
                     if content.removed:
                         publisher.forget(node)

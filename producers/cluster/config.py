@@ -44,7 +44,7 @@ def default_lease() -> str:
 
 
 def default_identity() -> str:
-    """The pod's name; outside of a cluster the host's, and something that no other process of it has."""
+    """The pod's name; outside of a cluster the host's name and a random part."""
     return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{uuid4().hex[:8]}"
 
 

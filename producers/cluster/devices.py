@@ -1,4 +1,4 @@
-"""The devices of dynamic resource allocation: which UUID each has, and which claims only look at one.
+"""The devices of dynamic resource allocation: their UUIDs, their taints, and the claims that only observe them.
 
 In: resource slices and claims as the API server has them. Out: the devices of a node with their UUIDs; the devices that
 claims have for administration, for instance for monitoring: such a claim holds nothing; and which devices are tainted.
@@ -42,14 +42,14 @@ def known_slice(resource_slice: ResourceSlice) -> KnownSlice:
     devices: dict[str, list[DraDevice]] = {}
     taints: dict[str, list[str]] = {}
     for device in resource_slice.spec.devices or ():
-        said = device.basic or device
-        uuid = (said.attributes or {}).get("uuid")
-        node = said.node_name or resource_slice.spec.node_name
+        basic = device.basic or device
+        uuid = (basic.attributes or {}).get("uuid")
+        node = basic.node_name or resource_slice.spec.node_name
         if node and uuid and uuid.string:
             parts = (resource_slice.spec.driver, resource_slice.spec.pool.name, device.name, uuid.string)
             devices.setdefault(node, []).append(DraDevice(*map(shortened, parts)))
-            if said.taints:
-                taints[shortened(device.name)] = [taint_text(taint) for taint in said.taints]
+            if basic.taints:
+                taints[shortened(device.name)] = [taint_text(taint) for taint in basic.taints]
     return KnownSlice(
         (resource_slice.spec.driver, resource_slice.spec.pool.name),
         resource_slice.spec.pool.generation,

@@ -1,4 +1,4 @@
-"""What the cluster producer counts about itself, beside what every producer does."""
+"""The cluster producer's own metrics, beside those of every producer."""
 
 from delivery.instruments import Instrument
 from delivery.kubernetes.client import requests_instrument

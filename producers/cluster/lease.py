@@ -163,8 +163,7 @@ class LeaseLock:
 
 
 def _decode_object(body: bytes) -> Json:
-    """The Lease in an answer. One without a version is none: to write over it would overwrite whoever holds the
-    Lease."""
+    """The Lease in an answer. It must have a resource version: without one, a write would overwrite any holder."""
     try:
         lease = msgspec.json.decode(body, type=Json)
     except UNDECODABLE as error:

@@ -5,7 +5,7 @@ GPUs; and the labels and annotations that an allow-list names, within bounds. Ev
 managedFields first of all. Lists and maps may be null, because Go writes empty ones so. Tenants write the labels and
 annotations of their pods, so what is kept of one pod is limited. All of it is pure.
 On failure: :class:`UndecodableObject`.
-Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io; of the last one also v1beta2 and v1beta1.
+Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io; resource.k8s.io also as v1beta2 and v1beta1.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Resolves owner chains: a pod's controller, that one's controller, up to the top. Each owner is requested once.
+"""Resolves owner chains: a pod's controller, the controller's controller, up to the top. Each is requested once.
 
 In: a pod's controller, which a tenant may have written; the API server's metadata of each owner. Out: owner chains.
 State: the followed chains, the link above each owner, the kinds that each API group serves, and the groups and kinds

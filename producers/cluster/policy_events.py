@@ -21,7 +21,7 @@ from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, ApiHealth, Client, Unreachable, message
 from delivery.kubernetes.events import warning
 from delivery.policies import Bounds, PolicyError, annotation_errors
-from producers.cluster import instruments as own
+from producers.cluster import instruments as names
 from producers.cluster.pods import KnownPod, Pods
 from topics.blake2 import blake2b
 
@@ -125,13 +125,13 @@ class PolicyEvents:
         self._reported.add((pod.uid, error))
         self._health.good("they can be written")
         result = "written" if answer.status == 201 else "there" if answer.status == 409 else "refused"
-        self._instruments.counter(own.POLICY_EVENTS, result).inc()
+        self._instruments.counter(names.POLICY_EVENTS, result).inc()
         if result == "refused" and answer.status != 404:  # the namespace may be gone by now
             log.warning("pod %s: no event about its annotations: %s", f"{pod.namespace}/{pod.name}", _sentence(answer))
         return 0.0
 
     def _retry_later(self, reason: str, problem: str, retry_after_s: float | None) -> float:
-        self._instruments.counter(own.POLICY_EVENTS, "again").inc()
+        self._instruments.counter(names.POLICY_EVENTS, "again").inc()
         self._health.bad(reason, problem)
         return max(_AGAIN_S, retry_after_s or 0.0)
 

@@ -152,15 +152,15 @@ class Store:
         return after.cut if before is None or before.cut != after.cut else 0
 
     def _put(self, before: KnownPod | None, after: KnownPod, now_ms: int) -> None:
-        """Add or update a pod. If what a tenant says of it changes too often, the last of that counts later."""
+        """Add or update a pod. If its labels, annotations or owner change too often, the last change counts later."""
         self._later.pop(after.uid, None)
-        if before is not None and _said(before) != _said(after):
+        if before is not None and _tenant_fields(before) != _tenant_fields(after):
             next_ms = max(self._next_change_ms.get(after.uid, 0), now_ms)
             if next_ms - now_ms > MOST_CHANGES * CHANGE_MS:  # the clock was set back
                 next_ms = now_ms
             if next_ms - now_ms > (MOST_CHANGES - 1) * CHANGE_MS:
                 self._later[after.uid] = after
-                after = msgspec.structs.replace(after, **_said(before))
+                after = msgspec.structs.replace(after, **_tenant_fields(before))
             else:
                 self._next_change_ms[after.uid] = next_ms + CHANGE_MS
         self._apply(self.pods.put(after, now_ms))
@@ -231,7 +231,7 @@ class Store:
     def expire(self, now_ms: int) -> None:
         for uid, after in list(self._later.items()):
             if (before := self.pods.get(uid)) is not None:
-                self._put(before, msgspec.structs.replace(before, **_said(after)), now_ms)
+                self._put(before, msgspec.structs.replace(before, **_tenant_fields(after)), now_ms)
         self._apply(self.pods.expire(now_ms))
         self.slices.expire(self.nodes)
         self._mark_pools_changed(self.claims.expire(now_ms))
@@ -282,7 +282,7 @@ class Store:
         return self._chains.get(owner) or Chain((pod.owner,), complete=owner not in self._followed_owners)
 
 
-def _said(pod: KnownPod) -> JsonDict:
+def _tenant_fields(pod: KnownPod) -> JsonDict:
     """What a tenant may change of a pod at any time."""
     return {"labels": pod.labels, "annotations": pod.annotations, "owner": pod.owner}
 

@@ -39,7 +39,7 @@ _NUMBER_KEYS = ("index", "minor")
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class CheckIntervals:
     """How often things are checked, in seconds. ``retry_s``: a missing driver; ``census_s``: the GPUs that a new
     process would see, or ``soon_s`` after one was lost; ``list_s``: the MIG devices of each GPU; ``xid_wait_s``:
     whether to go on waiting for XID errors."""
@@ -62,7 +62,7 @@ class UnreadableGpu(NamedTuple):
 
 class Gpus:
     """Reads the GPUs of this node. Call :meth:`open`, then :meth:`read` each tick, and keep :meth:`run` running.
-    ``interval_s`` is the time between ticks. ``nvml``, ``census``, ``pace`` and ``clock`` are for tests."""
+    ``interval_s`` is the time between ticks. ``nvml``, ``census``, ``intervals`` and ``clock`` are for tests."""
 
     def __init__(
         self,
@@ -72,17 +72,17 @@ class Gpus:
         interval_s: float = 1.0,
         nvml: Nvml | None = None,
         census: Census | None = None,
-        pace: Pace = Pace(),
+        intervals: CheckIntervals = CheckIntervals(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._instruments, self._owners, self._pace, self._clock = instruments, owners, pace, clock
+        self._instruments, self._owners, self._intervals, self._clock = instruments, owners, intervals, clock
         self._nvml = nvml or Nvml()
         self._hangs_after_s = min(max(2.0, 2 * interval_s), HANGS_AFTER_S)
         self._driver = Driver(self._nvml, instruments, clock)
         self._census = census
-        self._reopening = Reopening(pace.census_s, clock)
+        self._reopening = Reopening(intervals.census_s, clock)
         self._xids = Xids(instruments)
-        self._events = Events(self._nvml, instruments, on_xid=self._on_xid, clock=clock, wait_s=pace.xid_wait_s)
+        self._events = Events(self._nvml, instruments, on_xid=self._on_xid, clock=clock, wait_s=intervals.xid_wait_s)
         self._gpus: list[GpuReader] = []
         self._tick_number = 1  # a GpuReader begins at 0
         self._lost = LostGpus()
@@ -146,7 +146,7 @@ class Gpus:
             else:
                 await asyncio.shield(self._open())
                 if not self._driver.attached:
-                    await asyncio.sleep(self._pace.retry_s)
+                    await asyncio.sleep(self._intervals.retry_s)
 
     @property
     def busy(self) -> bool:
@@ -223,7 +223,7 @@ class Gpus:
             if old_reader.uuid is not None:
                 self._lost.expect(old_reader.uuid, old_reader.last_devices, logged=old_reader.state != "ok")
             old_reader.stop()
-        clock, list_s, hangs_s = self._clock, self._pace.list_s, self._hangs_after_s
+        clock, list_s, hangs_s = self._clock, self._intervals.list_s, self._hangs_after_s
         self._gpus = []
         for index in range(self._driver.count):
             gpu = PhysicalGpu(self._nvml, index, self._owners, list_every_s=list_s, clock=clock)
@@ -286,8 +286,8 @@ class Gpus:
     async def _run_census(self) -> None:
         """Ask a new process which GPUs work, and open NVML again if a GPU works there and not here.
         Waits until the census is due: earlier, but not at once, if a GPU was lost."""
-        await set_within(self._census_soon, self._last_census_s + self._pace.census_s - self._clock())
-        await asyncio.sleep(max(0.0, self._last_census_s + self._pace.soon_s - self._clock()))
+        await set_within(self._census_soon, self._last_census_s + self._intervals.census_s - self._clock())
+        await asyncio.sleep(max(0.0, self._last_census_s + self._intervals.soon_s - self._clock()))
         self._census_soon.clear()
         if self._census is None:
             self._census = Census()

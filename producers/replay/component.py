@@ -1,7 +1,7 @@
 """A published trace as a producer: its readings as samples, its pods as snapshots and workloads, with its own times.
 
 In: a folder of the trace's files. Out: gpu.samples, gpu.allocations and gpu.workloads, of one run for each node.
-State: where in the trace it is; the next start begins the trace again, as a new run.
+State: its position in the trace. The next start begins the trace again, as a new run.
 On failure: if the files are not the trace's, the component ends with a sentence. A row that can't be used is left out,
 counted and named. A broker that is away is waited for, and nothing is dropped, because the trace waits, too.
 """

@@ -1,4 +1,4 @@
-"""What a trace is, and how its tables are read. Pure, except that files are read.
+"""The parts of a trace, and how its tables are read. Pure, except that files are read.
 
 In: a folder of CSV files, or of the archives that they are published in. Out: rows; then ticks, in the order of time.
 On failure: a row that can't be used is left out and counted by its file and the reason. The first of each is named. If
@@ -126,22 +126,22 @@ def text_of(folder: Path, file: str, files: ExitStack) -> io.TextIOBase:
     return io.TextIOWrapper(member, encoding="utf-8", errors="replace", newline="")
 
 
-def number(what: str, text: str, most: float) -> float:
+def number(column: str, text: str, most: float) -> float:
     """A number between 0 and ``most``. Raises Refused."""
     try:
         value = float(text)
     except ValueError:
-        raise Refused(what, f"{what} {text[:40]!r} is not a number") from None
+        raise Refused(column, f"{column} {text[:40]!r} is not a number") from None
     if not 0 <= value <= most:
-        raise Refused(what, f"{what} {text[:40]!r} is not between 0 and {most:g}")
+        raise Refused(column, f"{column} {text[:40]!r} is not between 0 and {most:g}")
     return value
 
 
-def whole(what: str, text: str, most: int) -> int:
+def whole(column: str, text: str, most: int) -> int:
     """A whole number between 0 and ``most``, which may be written with ``.0``. Raises Refused."""
-    value = number(what, text, most)
+    value = number(column, text, most)
     if value != int(value):
-        raise Refused(what, f"{what} {text[:40]!r} is not a whole number")
+        raise Refused(column, f"{column} {text[:40]!r} is not a whole number")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""What looks busy and is not, and what goes wrong: behaviours that a simulated fleet shows with ``--behaviours``.
+"""The behaviours of a simulated fleet with ``--behaviours``: GPUs that look busy and are not, and what goes wrong.
 
 In: the fleet's size and seed, and the behaviours. Out: which of its GPUs behave so, in pods of their own, and when; and
 what such a GPU does meanwhile.
@@ -110,7 +110,8 @@ class Doing(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What is true of a pod on a GPU, since when, and why. ``waiting``: for a straggler; ``healthy``: not yet."""
+    """How a pod truly behaves on a GPU, since when, and why. ``waiting``: it waits for a straggler; ``healthy``: its
+    behaviour has not begun."""
 
     behaviour: str
     since_ms: int
@@ -156,7 +157,7 @@ class Story(NamedTuple):
                 return _evenly(0.03 + 0.04 * chance, memory)
 
     def _training(self, rank: int, now_ms: int, age_ms: int, chance: float) -> Doing:
-        """A step after the other, of which the last tenth is spent with the other ranks."""
+        """One step after the other. The last tenth of each step is spent in a collective with the other ranks."""
         behaviour, (_, _, turns_ms, _, cause, victim, factor, _) = self.role.behaviour, self.round
         compute = 0.88 - 0.06 * chance
         usual = Doing(1.0 - 0.03 * chance, compute, 0.0)

@@ -61,7 +61,7 @@ class FleetClock:
         before_ms = int((self._monotonic_s() - self._began_s) * 1000)
         wall_ms = int(self._wall_s() * 1000)
         elapsed_ms = int((self._monotonic_s() - self._began_s) * 1000)
-        # on a busy machine this process may have stood still between two of these looks: that is no step
+        # on a busy machine this process may have stood still between two of these readings: that is no step
         if not before_ms - TOLERANCE_MS <= wall_ms - self.start_ms <= elapsed_ms + TOLERANCE_MS:
             self.start_ms = max(0, wall_ms - elapsed_ms)
         return elapsed_ms
@@ -158,15 +158,19 @@ class SimulatedFleet:
         """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most
         ``drain_s``. A failure of anything that runs beside the ticks ends them."""
         publishers = [publisher.run for publisher in self._publishers]
-        beside = (self._sender.start, self._workloads.run, self._publish_news, *publishers)
+        beside = (self._sender.start, self._workloads.run, self._publish_workloads, *publishers)
         try:
             with _opened(self._settings.truth) as file:
                 async with running(*(part() for part in beside)):
                     await self._tick(stop, file)
                     drains = [publisher.drain(self.drain_s) for publisher in self._publishers]
-                    *left, news = await asyncio.gather(*drains, self._workloads.drain(self.drain_s))
-                    if any(left) or news:
-                        log.warning("left unsent at the stop: %d ticks, %d records of workloads", sum(left), news)
+                    *ticks, records = await asyncio.gather(*drains, self._workloads.drain(self.drain_s))
+                    if any(ticks) or records:
+                        log.warning(
+                            "left unsent at the stop: %d ticks, %d records of workloads",
+                            sum(ticks),
+                            records,
+                        )
         finally:
             await self._sender.stop(0.5)
 
@@ -201,7 +205,7 @@ class SimulatedFleet:
                 self._instruments.counter(MISSED).inc(late * len(order))
             number += 1 + max(0, late)
 
-    async def _publish_news(self) -> None:
+    async def _publish_workloads(self) -> None:
         due = [(0, index) for index in range(len(self._nodes))]
         while due:
             elapsed_ms = self._clock.elapsed_ms()

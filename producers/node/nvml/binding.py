@@ -359,7 +359,7 @@ def _processes(symbol: str, handle: Handle) -> list[Any]:
         return code
 
     items = _items(symbol, _PROCESS_TYPES[-1], ask)
-    fitting = (one for one in _PROCESS_TYPES if ctypes.sizeof(one) * len(items) == filled)
+    fitting = (struct_type for struct_type in _PROCESS_TYPES if ctypes.sizeof(struct_type) * len(items) == filled)
     process_type = next(fitting, pynvml.c_nvmlProcessInfo_v2_t)
     return [
         SimpleNamespace(pid=process.pid, usedGpuMemory=None if memory_bytes == _NOT_AVAILABLE else memory_bytes)
@@ -396,5 +396,5 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetProcessUtilization": _process_utilization,
     "nvmlDeviceGetProcessesUtilizationInfo": _processes_utilization,
 }
-"""The functions whose structure has a version or another size, and those that list processes: each with the one here
-that asks it, which gets its name, the handle and the arguments."""
+"""The functions whose structure has a version or another size, and those that list processes. Each has the function
+of this module that calls it, with its name, the handle and the arguments."""

@@ -204,7 +204,7 @@ class Metrics:
         except NvmlError as error:
             if question == FIELDS and error.code == binding.INVALID_ARGUMENT and len(row_sources) > 1:
                 # This driver does not know one of the fields: ask for each by itself.
-                return [row for one in row_sources for row in self._read_question(question, [one])]
+                return [row for row_source in row_sources for row in self._read_question(question, [row_source])]
             answered = self._support.has_answered(question)
             if isinstance(question, table.Call) and question not in (FIELDS, GPM) and is_refused(error):
                 newly_refused = answered and self._support.failed_call(question) is None

@@ -289,9 +289,9 @@ def per_second(last: Count, now: Count) -> float | None:
     process's. A counter that was reset to 0 looks wrapped: with 64 bits the rate is far above any limit, with 32 bits a
     reset can't be distinguished from a wrap.
     """
-    ours_s = now.at_s - last.at_s
-    own_s = (now.at_us - last.at_us) / 1e6 if last.at_us > 0 else 0.0
-    elapsed_s = own_s if ours_s / 2 <= own_s <= ours_s * 2 else ours_s
+    process_s = now.at_s - last.at_s
+    device_s = (now.at_us - last.at_us) / 1e6 if last.at_us > 0 else 0.0
+    elapsed_s = device_s if process_s / 2 <= device_s <= process_s * 2 else process_s
     if not elapsed_s > 0 or last.bits != now.bits or (now.bits < 64 and elapsed_s > AMBIGUOUS_AFTER_S):
         return None
     return float((now.raw - last.raw) % (1 << now.bits)) / elapsed_s

@@ -19,7 +19,7 @@ from gpustream.logs import RateLimiter
 from producers.node import gpus
 from producers.node import instruments as own
 from producers.node.cgroups import ProcessOwner
-from producers.node.gpus import Gpus, Pace
+from producers.node.gpus import CheckIntervals, Gpus
 from producers.node.nvml import binding, reader
 from producers.node.nvml.binding import NvmlError
 from producers.node.nvml.driver import LONGEST_REOPENING_S, DriverReplaced
@@ -29,8 +29,8 @@ from tests.producers.fakes import FakeClock
 from tests.producers.node.nvml.fake import FakeCensus, FakeDevice, FakeNvml, FakeProcessOwners, part, running
 from topics.samples import Device
 
-QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01, xid_wait_s=0.02)
-NEVER = Pace(retry_s=3600, census_s=3600, soon_s=3600, xid_wait_s=0.02)
+QUICK = CheckIntervals(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01, xid_wait_s=0.02)
+NEVER = CheckIntervals(retry_s=3600, census_s=3600, soon_s=3600, xid_wait_s=0.02)
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 POWER = "nvmlDeviceGetPowerUsage"
 
@@ -49,7 +49,7 @@ class Bench:
         self,
         gpus: int = 3,
         *,
-        pace: Pace = NEVER,
+        intervals: CheckIntervals = NEVER,
         nvml: FakeNvml | None = None,
         stopped_clock: bool = False,
         interval_s: float = 1.0,
@@ -64,7 +64,7 @@ class Bench:
             interval_s=interval_s,
             nvml=self.nvml,
             census=census,
-            pace=pace,
+            intervals=intervals,
             clock=self.clock if stopped_clock else time.monotonic,
         )
         self.tasks: list[asyncio.Task[None]] = []
@@ -113,7 +113,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 @pytest.fixture
 async def quick() -> AsyncIterator[Bench]:
-    async with opened(Bench(pace=QUICK)) as bench:
+    async with opened(Bench(intervals=QUICK)) as bench:
         yield bench
 
 
@@ -548,7 +548,7 @@ async def test_a_driver_without_gpus_is_reported() -> None:
 
 
 async def test_an_init_that_does_not_return_is_reported_and_there_is_no_second_one_beside_it() -> None:
-    async with opened(Bench(pace=QUICK, stopped_clock=True)) as bench:
+    async with opened(Bench(intervals=QUICK, stopped_clock=True)) as bench:
         hang = bench.nvml.hang(None, "nvmlInit")
         await bench.gpus.open(0.05)
         bench.run()
@@ -813,7 +813,7 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
 
 
 async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
-    async with opened(Bench(pace=QUICK, stopped_clock=True)) as bench:
+    async with opened(Bench(intervals=QUICK, stopped_clock=True)) as bench:
         bench.census.look = lambda: ["GPU-new"]
         await bench.open()
         hang = bench.nvml.hang("GPU-1", POWER)
@@ -831,7 +831,7 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
 
 
 async def test_nvml_is_opened_again_at_the_next_census_after_a_long_hang() -> None:
-    async with opened(Bench(pace=QUICK, stopped_clock=True)) as bench:
+    async with opened(Bench(intervals=QUICK, stopped_clock=True)) as bench:
         bench.census.look = lambda: ["GPU-new"]
         await bench.open()
         hang = bench.nvml.hang("GPU-1", POWER)
@@ -848,8 +848,8 @@ async def test_nvml_is_opened_again_at_the_next_census_after_a_long_hang() -> No
 
 
 async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
-    pace = replace(NEVER, soon_s=0.3)
-    async with opened(Bench(pace=pace)) as bench:
+    intervals = replace(NEVER, soon_s=0.3)
+    async with opened(Bench(intervals=intervals)) as bench:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await bench.open()
@@ -861,8 +861,8 @@ async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
 
 
 async def test_a_gpu_that_stays_lost_causes_no_more_censuses_than_the_others() -> None:
-    pace = replace(NEVER, soon_s=0.01)
-    async with opened(Bench(pace=pace)) as bench:
+    intervals = replace(NEVER, soon_s=0.01)
+    async with opened(Bench(intervals=intervals)) as bench:
         await bench.open()
         bench.run()
         bench.nvml.gpus[0].error = binding.GPU_IS_LOST

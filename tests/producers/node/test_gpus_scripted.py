@@ -19,7 +19,7 @@ import pytest
 
 from delivery.instruments import Instruments
 from producers.node import instruments as own
-from producers.node.gpus import Gpus, Pace
+from producers.node.gpus import CheckIntervals, Gpus
 from tests.eventually import eventually
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node.nvml.fake import FakeProcessOwners
@@ -28,7 +28,7 @@ from topics.samples import Device
 
 pytestmark = pytest.mark.slow
 
-QUICK = Pace(retry_s=0.05, census_s=0.2, soon_s=0.1, list_s=0.1)
+QUICK = CheckIntervals(retry_s=0.05, census_s=0.2, soon_s=0.1, list_s=0.1)
 UUID = "GPU-5c41b7ed-0000-4000-8000-{:012}"
 POWER = "nvmlDeviceGetPowerUsage"
 GENEROUS_S = 30.0
@@ -60,7 +60,7 @@ class Node:
     def __init__(self, nvml: ScriptedNvml) -> None:
         self.nvml = nvml
         self.instruments = Instruments(own.INSTRUMENTS)
-        self.gpus = Gpus(self.instruments, FakeProcessOwners(), pace=QUICK)
+        self.gpus = Gpus(self.instruments, FakeProcessOwners(), intervals=QUICK)
         self.running: asyncio.Task[None] | None = None
 
     async def open(self, within_s: float = GENEROUS_S) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from producers.node.gpus import Pace
+from producers.node.gpus import CheckIntervals
 from producers.node.nvml.driver import LONGEST_REOPENING_S, Census, Reopening, parse_census
 from tests.eventually import eventually
 from tests.nvml.scripted import ScriptedNvml
@@ -140,7 +140,7 @@ def test_after_each_reopening_in_vain_the_next_waits_twice_as_long() -> None:
 
 def test_a_gpu_that_never_works_here_is_still_tried_after_two_months() -> None:
     clock = FakeClock()
-    reopening = Reopening(Pace().census_s, clock)
+    reopening = Reopening(CheckIntervals().census_s, clock)
     for _ in range(60 * 24):
         assert reopening.reason({"GPU-1"}, set())
         clock.now_s += LONGEST_REOPENING_S
