@@ -140,7 +140,13 @@ async def close(client: Any) -> None:
     if client is None:
         return
     try:
-        await _end_fetching(client)
+        # aiokafka cancels its fetch task only once: while that lets go of partitions it swallows it, and never ends
+        fetch_task: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
+        for _ in range(_CANCELLATIONS):
+            if fetch_task is None or fetch_task.done():
+                break
+            fetch_task.cancel()
+            await asyncio.wait((fetch_task,), timeout=_CLOSE_TIMEOUT_S / _CANCELLATIONS)
     finally:
         stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
         try:
@@ -152,17 +158,6 @@ async def close(client: Any) -> None:
                 log.warning("not closed in good order: %s", stopping.exception())
             if isinstance(client, AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient):
                 opening.close(client.client if isinstance(client, AIOKafkaProducer) else client._client)  # noqa: SLF001
-
-
-async def _end_fetching(client: Any) -> None:
-    """End a consumer's fetch task before the consumer leaves its group. aiokafka cancels it only once: while the task
-    lets go of partitions it swallows that, and never ends."""
-    fetch_task: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
-    for _ in range(_CANCELLATIONS):
-        if fetch_task is None or fetch_task.done():
-            break
-        fetch_task.cancel()
-        await asyncio.wait((fetch_task,), timeout=_CLOSE_TIMEOUT_S / _CANCELLATIONS)
 
 
 class Offsets:

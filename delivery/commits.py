@@ -1,7 +1,7 @@
 """Commits offsets of a consumer group, of many partitions in few requests.
 
-In: offsets, by whoever has finished records. Out: commits, one request at a time, because the client sends no two at
-once; what is to be committed meanwhile goes together in the next request.
+In: offsets of finished records. Out: commits, one request at a time, because the client sends no two at once. What is
+to be committed meanwhile goes together into the next request.
 On failure: each commit has its own outcome. If a request fails, each commit of it is sent by itself.
 """
 

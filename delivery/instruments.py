@@ -17,8 +17,8 @@ class Instrument(NamedTuple):
 
 
 def named(rows: Iterable[Instrument], *names: str) -> tuple[Instrument, ...]:
-    """The rows that components have in common, under the full names that they have in one of them: in the rows' order,
-    and each ends with its row's own name. They stand whole in the source, where whoever sees one can find it."""
+    """The rows that components have in common, under their full names in one component. ``names`` are in the order of
+    the rows, and each ends with its row's name: grep finds a whole name in the source."""
     instruments = []
     for row, name in zip(rows, names, strict=True):
         if not name.endswith(f"_{row.name}"):

@@ -1,4 +1,4 @@
-"""Which records of each partition were read and are not finished yet, and so up to where may be committed.
+"""Tracks which records of each partition were read and are not finished, and so which offset may be committed.
 
 In: the offsets that were read, and which of them are finished, in any order. Out: for each partition, the offset after
 its finished prefix; for each topic, how many records were read, and how many of them were delivered, released and so

@@ -1,4 +1,4 @@
-"""What the servers of this process have in common.
+"""The common parts of this process's HTTP servers: the host to bind, and the encodings that a client accepts.
 
 In: the host of an option such as ``--listen``; what a client says that it accepts. Out: the host to bind; what to send.
 """

@@ -1,4 +1,4 @@
-"""Keeps a log from saying the same again and again."""
+"""Limits how often the same message is logged."""
 
 import time
 from collections.abc import Callable, Hashable

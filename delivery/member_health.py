@@ -87,14 +87,13 @@ class MemberHealth:
         return opening.trouble(self._connection) or self._error or no_answer or self._commit_error or waiting
 
 
-async def evicted_by(own: Claim, group: str, connection: Connection) -> str | None:
-    """The host of a process that joined the group with a member's own instance id and started after it, or None.
-    ``own``: the member's claim.
+async def evicted_by(claim: Claim, group: str, connection: Connection) -> str | None:
+    """The host of a process that joined the group with the instance id of this member's claim, and started later.
 
-    The broker gives a static member's place to whichever process joined last with its id. The evicted process would
-    take the place back by joining again.
+    None: there is none. The broker gives a static member's place to whichever process joined last with its id. The
+    evicted process would take the place back by joining again.
     """
-    if own.instance is None:
+    if claim.instance is None:
         return None
     admin = clients.admin(connection, client_id=group)
     try:
@@ -110,8 +109,8 @@ async def evicted_by(own: Claim, group: str, connection: Connection) -> str | No
         for _, _, host, metadata, *_ in members:
             if not metadata:  # it is empty during a rebalance
                 continue
-            claim = claim_of(ConsumerProtocolMemberMetadata.decode(metadata).user_data)
-            same_id = claim.instance == own.instance and claim.process != own.process
-            if same_id and (claim.started_ms, claim.process) > (own.started_ms, own.process):
+            other = claim_of(ConsumerProtocolMemberMetadata.decode(metadata).user_data)
+            same_id = other.instance == claim.instance and other.process != claim.process
+            if same_id and (other.started_ms, other.process) > (claim.started_ms, claim.process):
                 return str(host)
     return None

@@ -1,4 +1,4 @@
-"""What a reader notices of its topics without any error: deleted ones, hanging transactions, silent partitions.
+"""Notices what happens to a reader's topics without an error: deletion, hanging transactions, silent partitions.
 
 In: what the Kafka client knows. Out: the topics that may be another log now, and reasons why partitions are not read.
 State: the topics that were seen and are missing, and for each partition since when it cannot be read.
