@@ -1,4 +1,4 @@
-"""What a worker knows of a key's state in the compacted topic by which workers hand it on. No clock, no Kafka.
+"""What a worker knows of a key's state in a compacted topic, through which workers hand it on. No clock, no Kafka.
 
 A worker writes the state when it has changed, and finishes the records behind it once the broker has acknowledged it.
 The next worker begins with the latest state that it reads, and reads again what was not finished. These rules hold:
@@ -32,19 +32,19 @@ class KeptState(Generic[S]):
         self.latest, self.order, self._last_offset = latest, order, -1
         self.is_fresh, self.stale, self.writing = True, False, False
 
-    def own_order(self) -> Order:
+    def current_order(self) -> Order:
         """The order of the state that the worker has, written or not."""
         return self.order
 
     def read(self, offset: int, state: S, order: Order = ()) -> bool:
         """Note a state, or its deletion, that was read from the topic. Returns whether the worker goes on from it."""
-        own_order, is_last = self.own_order(), offset > self._last_offset
-        is_equal = order == own_order or state is None
-        is_used = self.is_fresh and (order > own_order or (is_equal and is_last and not self.writing))
+        current_order, is_last = self.current_order(), offset > self._last_offset
+        is_equal = order == current_order or state is None
+        is_used = self.is_fresh and (order > current_order or (is_equal and is_last and not self.writing))
         if is_used or order > self.order:
             self.latest, self.order = state, order
         if is_used or is_last:
-            self.stale = not is_last if is_used else order <= own_order
+            self.stale = not is_last if is_used else order <= current_order
         self._last_offset = max(self._last_offset, offset)
         return is_used
 
@@ -57,4 +57,4 @@ class KeptState(Generic[S]):
             return
         if offset is not None:
             self._last_offset = offset
-        self.stale = order < self.order <= self.own_order()  # a later one was read meanwhile
+        self.stale = order < self.order <= self.current_order()  # a later one was read meanwhile

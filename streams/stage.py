@@ -1,4 +1,4 @@
-"""What the workers of all streams have in common: decoding, dead letters, misplaced nodes, and metrics.
+"""The base of the workers of all streams: decoding, dead letters, misplaced nodes, and metrics.
 
 Source: murmur2 is the partitioner of Kafka's Java clients.
 """
@@ -143,8 +143,8 @@ class WriteTasks:
 
 
 class Worker(ABC, Generic[P]):
-    """What all workers have in common: they process batches, keep the state of each partition number, dead-letter
-    malformed records, look for misplaced nodes, and count. ``stage`` is the stream's name; ``partitions`` is how many
+    """The base of all workers: it processes batches, keeps the state of each partition number, dead-letters malformed
+    records, looks for misplaced nodes, and counts. ``stage`` is the stream's name; ``partitions`` is how many
     partitions its topics have.
 
     A worker defines ``new_partition``, which makes the state of a partition; and ``batch_failure``, what is logged if a
@@ -246,8 +246,8 @@ N = TypeVar("N", bound=PartitionState)
 
 
 class NodeWorker(Worker[N], Generic[N]):
-    """What all workers that read gpu.attributed have in common: they process records in order, wait for
-    acknowledgements, and check each partition once a second.
+    """The base of all workers that read gpu.attributed: it processes records in order, waits for acknowledgements, and
+    checks each partition once a second.
 
     A worker defines ``inputs``, the topics that wait for the writes of an earlier epoch; and ``lag_topics``, the topics
     whose lag is a metric.

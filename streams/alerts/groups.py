@@ -108,7 +108,7 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
     needs_all = open_part is not None and _needs_all_gpus(rules.by_name.get(open_part.name))
     if before is not None and before.is_open and is_open:
         after = _described(before, group, report, rules)
-        if _news(after) != _news(before):
+        if _revised_parts(after) != _revised_parts(before):
             after = _replace(after, revision=before.revision + 1)
     elif before is not None and before.is_open:
         after = _resolve(before, group, report, ended_part, rules)
@@ -133,7 +133,7 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
     return GroupStep(group_after, (after,), is_news=not is_repeat)
 
 
-def _news(alert: Alert) -> tuple[object, ...]:
+def _revised_parts(alert: Alert) -> tuple[object, ...]:
     """What makes an alert that fires a new revision if it changes. Other changes are of figures only."""
     return alert.gpus, alert.held, alert.severity, alert.annotations.get("api_status")
 

@@ -107,9 +107,8 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def with_known_uids(tick: Tick, memory: Memory) -> Tick:
-    """The tick, with the uid that a pod had on its device before, where it is not known now. A kubelet that was
-    restarted names pods without their uids for some seconds, and if nothing else reports these, each pod would seem to
-    end."""
+    """The tick, in which a pod without a uid has the one that it had on its device before. A kubelet that was restarted
+    names pods without their uids for some seconds, and if nothing else reports these, each pod would seem to end."""
     if all(holder.pod_uid for device in tick.devices for holder in device.holders):
         return tick
     devices = []

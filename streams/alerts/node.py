@@ -70,7 +70,7 @@ class Node(KeptState[NodeAlerts | None]):
         interval_ms = None if self.current is None else self.current.interval_ms
         return min(silent_after_s(interval_ms, QUIET_S), LONGEST_QUIET_S)
 
-    def own_order(self) -> Order:
+    def current_order(self) -> Order:
         return () if self.current is None else order(self.current)
 
     def has_left(self) -> bool:

@@ -93,7 +93,7 @@ class NodeBooks(KeptState[bytes | None]):
         self.due: list[Usage] = []
         self.sent = b""
 
-    def own_order(self) -> tuple[int, ...]:
+    def current_order(self) -> tuple[int, ...]:
         return self.keeper.books.order
 
 

@@ -15,7 +15,7 @@ class Owner(KeptState[str | None]):
         super().__init__(None)
         self.count = -1
 
-    def own_order(self) -> Order:
+    def current_order(self) -> Order:
         return (self.count,) if self.count >= 0 else ()
 
 

@@ -1,1 +1,1 @@
-"""Rules: what they are, and the file that they are read from."""
+"""Rules, and the file that they are read from."""
