@@ -1,8 +1,8 @@
 """The records that a node's step writes: its own alerts, and its reports to alerts of several GPUs. Pure.
 
 In: the conditions of a node, and the transitions of their alerts. Out: records of gpu.alerts and gpu.alert-members.
-The latter has the parts of alerts of several GPUs, how many GPUs each workload holds, and the figures of its GPUs in
-the step that has ended, by which they are compared.
+The latter has the parts of alerts of several GPUs, and how many GPUs each workload holds. It also has the figures by
+which the GPUs of a workload are compared, of the step that has ended.
 """
 
 from collections import Counter

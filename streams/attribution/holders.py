@@ -21,9 +21,9 @@ float. No part is negative. The order of processes and holders does not matter.
   that is not a holder's own, memory of the driver and of contexts.
 - A pod's power is ``power_watts`` times its part of the utilization: the power of the time in which it ran. The power
   of the time in which nobody ran is the rest, idle power included. A pod's energy is the sum over time of its power.
-- A part that is not known is absent. A pod has no part if one of its processes does not report how much it uses, or if
-  its uid is not known and there are processes of a pod that is none of the holders: these may be its own. Then the
-  rest is absent, too, because it would include that part.
+- A part that is not known is absent. A pod has no part if one of its processes does not report how much it uses. A pod
+  whose uid is not known has none if there are processes of a pod that is none of the holders: these may be its own.
+  Then the rest is absent, too, because it would include that part.
 - Nothing is divided if the processes can't be seen. A quantity is not divided if the device does not have it (a MIG
   device has neither utilization nor power of its own) or if no process has it.
 - Records do not have the container of a process, only its ``container_id``. So if a pod has several containers on the

@@ -111,9 +111,9 @@ def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory)
 def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: Memory) -> bool:
     """Whether a condition without a finding in a tick does not hold. Else there is no evidence, and it may still hold.
 
-    There is no evidence if the condition is about a pod and the tick has no holders, if the tick has none of the
-    metrics that the condition needs, or if a window is incomplete because a clock was set back. A pod that has ended or
-    is silenced, and a device that is gone, need no evidence. An XID error is an event, so a tick without it is
+    There is no evidence about a pod if the tick has no holders. There is none of a condition if the tick has none of
+    the metrics that it needs, or if a window is incomplete because a clock was set back. A pod that has ended or is
+    silenced, and a device that is gone, need no evidence. An XID error is an event, so a tick without it is
     evidence, with holders or without.
     """
     rule = rules.by_name.get(condition.name)
