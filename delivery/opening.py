@@ -2,9 +2,9 @@
 
 In: a :class:`Connection`. Out: aiokafka's options for a client, and a sentence about what is wrong (:func:`trouble`).
 State: for each broker, whether the last connection could be opened, and why not.
-On failure: if a person must mend something, clients connect again only every few seconds, because a TLS handshake and a
-login cost CPU on both sides, and aiokafka would try ten times a second. aiokafka logs the sentence for a client that
-was connected before.
+On failure: if a person must mend something, clients connect again only every few seconds. aiokafka would try ten times
+a second, and a TLS handshake and a login cost CPU on both sides. aiokafka logs the sentence for a client that was
+connected before.
 
 An aiokafka client keeps the password and the TLS context that it was made with. So this module replaces, for the whole
 process, aiokafka's one function that opens a connection, and gives it the current secrets. It finds a client's

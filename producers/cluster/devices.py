@@ -6,7 +6,7 @@ State: the slices, by pool. While a driver replaces a pool's slices there are tw
 alone once it is complete, and until then before the other. A deleted slice counts until the others of its pool are
 complete, or its nodes are gone: the kubelet deletes the slices of a driver that is away for 30 s, while it is replaced
 for instance, and the pods go on with their devices. The claims for administration, by uid. A claim that is gone is kept
-as long as a pod that ended, because the kubelet may go on reporting it, but only until there is another claim of its
+as long as a pod that ended: the kubelet may go on reporting it. It is dropped earlier if there is another claim of its
 name. All of it is pure: times are given, in ms since the epoch.
 """
 
