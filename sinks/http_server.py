@@ -77,7 +77,7 @@ class _Clients:
             if is_failed or (connection.done() and connection.result()[1] not in open_):
                 del self.connections[connection]
         if len(self.connections) >= MAX_CLIENTS:
-            idle = (one for one in self.connections if not one.done() or one.result()[1] not in self._answering)
+            idle = (each for each in self.connections if not each.done() or each.result()[1] not in self._answering)
             oldest = next(idle, next(iter(self.connections)))
             del self.connections[oldest]
             if oldest.done():

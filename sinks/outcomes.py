@@ -63,7 +63,7 @@ COMMON: tuple[Instrument, ...] = (
     Instrument("lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
     LATENESS,
 )
-"""The own metrics that every sink has; their full names are in each sink's list."""
+"""The metrics that every sink has; their full names are in each sink's list."""
 
 DELAY_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """From the delay of an idle pipeline to the retention of ticks in Kafka."""

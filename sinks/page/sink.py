@@ -3,7 +3,7 @@
 In:       gpu.attributed, gpu.alerts and gpu.usage, every record at every replica: in no group, nothing is committed.
 Out:      the page, and what it shows (:mod:`sinks.page.server`).
 State:    what is shown (:mod:`sinks.page.fleet`). At its start it reads the last 2 minutes of ticks and at least the
-          last 500 of each partition, all alerts and the last day of usage, and then it is ready. The history of devices
+          last 500 of each partition, all alerts and the last day of usage. It is ready then, and the history of devices
           begins there.
 On failure: it waits while Kafka is away, and shows nodes as silent. It counts records that can't be decoded; a consumer
           that reads the topic in a group writes their dead letters.

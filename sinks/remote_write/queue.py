@@ -9,8 +9,8 @@ back: it will be refused, too, and all that shares its request would wait until 
 node share a request only if its last tick was accepted as a whole and they have exactly its series. Then none of them
 will be refused for its content; if one were, after a later one was accepted, it could not be sent again.
 
-A tick waits if it is more than ten minutes later than the oldest tick of a backlog, because Prometheus refuses samples
-that are an hour older than its newest one. A backlog that has not moved for a minute is not waited for.
+A tick waits if it is more than ten minutes later than the oldest tick of a backlog: Prometheus refuses samples that are
+an hour older than its newest one. A backlog that has not moved for a minute is not waited for.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ class Lane:
     """The waiting records of a node, in order. ``busy``: a request with earlier records of it is in flight.
 
     ``settle`` is called with the records of a request, in order; then ``moved`` is set. ``abandon``: send nothing more.
-    A lane refers weakly to the partition and to its ``series``. So they are gone as soon as the partition's owner gives
-    them up, with the series that its nodes claim, although a request with their records may still be in flight.
+    A lane refers weakly to the partition and to its ``series``. So both are gone as soon as the partition's owner gives
+    them up, with the series that its nodes claim. A request with their records may still be in flight then.
     """
 
     series: OpenSeries

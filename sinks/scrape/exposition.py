@@ -112,10 +112,10 @@ def _label_texts(series: SeriesSet, *, utf8: bool) -> Sequence[str]:
     row_texts: Sequence[str] | None = series.cache.get((_label_texts, utf8))
     if row_texts is None:
         texts: dict[Labels, str] = {}
-        for own in {row.labels for row in series.rows}:
-            shown = {_shown(name, utf8=utf8): value for name, value in sorted((*series.labels, *own))}
+        for row_labels in {row.labels for row in series.rows}:
+            shown = {_shown(name, utf8=utf8): value for name, value in sorted((*series.labels, *row_labels))}
             pairs = [f'{name}="{value.translate(_IN_A_VALUE)}"' for name, value in shown.items()]
-            texts[own] = f"{{{','.join(pairs)}}}" if pairs else ""
+            texts[row_labels] = f"{{{','.join(pairs)}}}" if pairs else ""
         row_texts = series.cache[_label_texts, utf8] = tuple([texts[row.labels] for row in series.rows])
     return row_texts
 

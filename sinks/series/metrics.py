@@ -194,6 +194,6 @@ class _ConvertedValues(dict[Any, float]):
 @lru_cache(maxsize=MEMO_SIZE)
 def row_of(info: Info, *values: str) -> Row:
     """The row of an info metric with these values of its labels; equal rows are the same object."""
-    own = tuple(zip(info.labels, values, strict=True))
-    text = (info.name, own, info.kind, help_with_unit(info.help, info.unit), info.unit)
-    return Row(*text, primary=False, since_start=info.since_start)
+    pairs = tuple(zip(info.labels, values, strict=True))
+    fields = (info.name, pairs, info.kind, help_with_unit(info.help, info.unit), info.unit)
+    return Row(*fields, primary=False, since_start=info.since_start)

@@ -88,8 +88,8 @@ class SeriesSet:
 
     def series(self) -> list[Labels]:
         """All labels of each row, ``__name__`` included. No two series written at the same time have equal ones."""
-        labels = {own: sorted((*self.labels, *own)) for own in {row.labels for row in self.rows}}
-        at = {own: bisect_left(pairs, ("__name__",)) for own, pairs in labels.items()}
+        labels = {row_labels: sorted((*self.labels, *row_labels)) for row_labels in {row.labels for row in self.rows}}
+        at = {row_labels: bisect_left(pairs, ("__name__",)) for row_labels, pairs in labels.items()}
         rows = [(row.name, labels[row.labels], at[row.labels]) for row in self.rows]
         return [(*pairs[:here], ("__name__", name), *pairs[here:]) for name, pairs, here in rows]
 

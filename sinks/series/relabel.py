@@ -307,8 +307,8 @@ class Relabelling:
         new_rows = []
         for number, labels in labels_by_row.items():
             name = labels.pop(METRIC_NAME)
-            own = tuple([pair for pair in labels.items() if pair not in shared])
-            new_rows.append(series.rows[number]._replace(name=name, labels=own))
+            row_labels = tuple([pair for pair in labels.items() if pair not in shared])
+            new_rows.append(series.rows[number]._replace(name=name, labels=row_labels))
         if len(self._unique_rows) > _SHARED_ROWS:
             self._unique_rows.clear()
         rows = self._unique_rows.setdefault(tuple(new_rows), tuple(new_rows))

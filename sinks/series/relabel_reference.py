@@ -44,8 +44,8 @@ _MEANING = {
 
 def markdown() -> str:
     """The page as it is to be."""
-    presets = [(f"`{one.name}`", one.purpose) for one in PRESETS]
-    meta = [(f"`{META}{one}`", _MEANING.get(one, f"the {one.replace('_', ' ')}")) for one in get_args(Attribute)]
+    presets = [(f"`{preset.name}`", preset.purpose) for preset in PRESETS]
+    meta = [(f"`{META}{name}`", _MEANING.get(name, f"the {name.replace('_', ' ')}")) for name in get_args(Attribute)]
     meta += [
         (f"`{META}pod_label_NAME`", "what is written on the pod; what may not be in a name is `_`"),
         (f"`{META}namespace_label_NAME`", "what is written on the pod's namespace"),
