@@ -254,16 +254,16 @@ def _transaction_findings(situation: Situation) -> Iterator[Finding]:
         if opened.since_ms is not None and situation.now_ms - opened.since_ms > HANGING_MS
     }
     for topic in dict.fromkeys(tp.topic for tp in hanging):
-        ours = {tp.partition: opened for tp, opened in sorted(hanging.items()) if tp.topic == topic}
-        number, first = next(iter(ours.items()))
+        transactions = {tp.partition: opened for tp, opened in sorted(hanging.items()) if tp.topic == topic}
+        number, first = next(iter(transactions.items()))
         partitions = [
             f"partition {number} from offset {opened.offset} on, which was logged"
             f" {situation.ago(opened.since_ms or 0)}: {counted(opened.hidden, 'record')}"
-            for number, opened in ours.items()
+            for number, opened in transactions.items()
         ]
         place = f"--topic {situation.kafka.prefix}{topic} --partition {number}"
         yield Finding(
-            f"{topic}: {counted(len(ours), 'partition')} can't be read to the end: a transaction is open",
+            f"{topic}: {counted(len(transactions), 'partition')} can't be read to the end: a transaction is open",
             "its producer hangs or was killed, and transaction.timeout.ms has not passed; of gpustream only"
             " `dead-letters resubmit` has transactions, of 20 s at most",
             first_of(partitions),

@@ -96,13 +96,13 @@ def _two_names_findings(sending: Mapping[NodeName, NodeEvidence]) -> Iterator[Fi
             names_by_uuid.setdefault(uuid, []).append(name)
     uuids_by_pair: dict[tuple[NodeName, NodeName], list[str]] = {}
     for uuid, names in names_by_uuid.items():
-        for one, other in pairwise(names):
-            apart_ms = abs(sending[one].last_logged_ms - sending[other].last_logged_ms)
-            if apart_ms <= silent_after_ms(sending[one].last_run[1].interval_ms, SILENT_MS):
-                uuids_by_pair.setdefault((one, other), []).append(uuid)
-    for (one, other), uuids in uuids_by_pair.items():
+        for first, second in pairwise(names):
+            apart_ms = abs(sending[first].last_logged_ms - sending[second].last_logged_ms)
+            if apart_ms <= silent_after_ms(sending[first].last_run[1].interval_ms, SILENT_MS):
+                uuids_by_pair.setdefault((first, second), []).append(uuid)
+    for (first, second), uuids in uuids_by_pair.items():
         yield Finding(
-            f"{one} and {other} send the same {counted(len(uuids), 'GPU')}: sums over nodes count them twice",
+            f"{first} and {second} send the same {counted(len(uuids), 'GPU')}: sums over nodes count them twice",
             "two producers run on one machine with a --node each, or a machine was cloned with its virtual GPUs",
             f"both send {first_of(uuids, ', ')}",
             "stop one of the producers; NODE_NAME from spec.nodeName is the name that a pod's producer needs",

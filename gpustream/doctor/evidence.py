@@ -38,7 +38,7 @@ MAX_REASONS = 200
 """At most this many kinds of dead letters are counted separately; all others count as :data:`OTHERS`."""
 
 
-class _OfRun(msgspec.Struct, frozen=True):
+class _RunRecord(msgspec.Struct, frozen=True):
     """The fields that identify a record of a node's run."""
 
     cluster: Name
@@ -54,7 +54,7 @@ class SampledDevice(msgspec.Struct, frozen=True):
     state: str = ""
 
 
-class SampledTick(_OfRun, frozen=True):
+class SampledTick(_RunRecord, frozen=True):
     """The fields of a record of gpu.samples that are read; the devices of few records are decoded."""
 
     ts_ms: UInt
@@ -63,7 +63,7 @@ class SampledTick(_OfRun, frozen=True):
     interval_ms: UInt | None = None
 
 
-class AttributedTick(_OfRun, frozen=True):
+class AttributedTick(_RunRecord, frozen=True):
     """The fields of a record of gpu.attributed that are read."""
 
     ts_ms: UInt
@@ -80,10 +80,10 @@ class ListedContainer(msgspec.Struct, frozen=True):
     claims: tuple[allocations.Claim, ...] = ()
 
 
-_devices = msgspec.json.Decoder(tuple[SampledDevice, ...]).decode
+_decode_devices = msgspec.json.Decoder(tuple[SampledDevice, ...]).decode
 
 
-class Snapshot(_OfRun, frozen=True):
+class Snapshot(_RunRecord, frozen=True):
     """The fields of a record of gpu.allocations that are read."""
 
     containers: tuple[ListedContainer, ...] = ()
@@ -120,10 +120,10 @@ gpu.attributed: that topic was emptied, or made again. ``hidden``: its record ma
 class SampledRun:
     """One run of a node, as far as it was logged in the time that is looked at.
 
-    A delay is how old a tick was when Kafka got it. ``min_delay_ms`` and ``max_delay_ms`` are over all ticks,
-    ``last_delay_ms`` is of the newest one, and ``delays_after_gaps`` has, by the first missing seq of a gap, the delay
-    of the tick after it. ``last_snapshot_seq`` is the snapshot that the newest tick names. ``duplicates`` counts ticks
-    that are in the log twice. ``without_snapshot`` counts inexact ticks whose snapshot is not in gpu.allocations.
+    A delay is how old a tick was when Kafka got it. ``min_delay_ms`` and ``max_delay_ms`` are over all ticks, and
+    ``last_delay_ms`` is of the newest one. ``delays_after_gaps`` has the delay of the tick after each gap, by the first
+    missing seq of the gap. ``last_snapshot_seq`` is the snapshot that the newest tick names. ``duplicates`` counts
+    ticks that are in the log twice. ``without_snapshot`` counts inexact ticks whose snapshot is not in gpu.allocations.
     ``truncated``: earlier ticks of the run were in gpu.samples, and were deleted. ``answering`` are the UUIDs of the
     devices that answered in the first tick that is looked at.
     """
@@ -259,9 +259,9 @@ class Evidence:
         self.oldest_waiting_ms: int | None = None
         self.log_starts, self._oldest_ms = log_starts, dict.fromkeys(log_starts, math.inf)
         self._finished, self._unprefixed, self._hiding = finished, unprefixed, frozenset(hiding)
-        self._dead: dict[int, Ranges] = defaultdict(Ranges)
-        self._tick, self._attributed = decoder(SampledTick), decoder(AttributedTick)
-        self._snapshot, self._workloads = decoder(Snapshot), decoder(Workloads)
+        self._dead_lettered: dict[int, Ranges] = defaultdict(Ranges)
+        self._decode_tick, self._decode_attributed = decoder(SampledTick), decoder(AttributedTick)
+        self._decode_snapshot, self._decode_workloads = decoder(Snapshot), decoder(Workloads)
 
     def add(self, record: Any) -> None:
         """Adds a record of any of the topics."""
@@ -274,7 +274,7 @@ class Evidence:
             elif topic == samples.TOPIC.name:
                 self._add_sample(record)
             elif topic == attributed.TOPIC.name:
-                tick = self._attributed(record.value or b"")
+                tick = self._decode_attributed(record.value or b"")
                 node = self.nodes[NodeName(tick.cluster, tick.node)]
                 seqs_by_attribution = node.attributed.setdefault(tick.run_id, {})
                 if any(tick.seq in seqs for seqs in seqs_by_attribution.values()):
@@ -283,12 +283,12 @@ class Evidence:
                 seqs_by_attribution.setdefault(tick.attribution, Ranges()).add(tick.seq)
                 node.newest_attributed_ms = max(node.newest_attributed_ms, tick.ts_ms)
             elif topic == allocations.TOPIC.name:
-                snapshot = self._snapshot(record.value or b"")
+                snapshot = self._decode_snapshot(record.value or b"")
                 node = self.nodes[NodeName(snapshot.cluster, snapshot.node)]
                 node.snapshots.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
                 node.containers = snapshot.containers
             elif topic == workloads.TOPIC.name:
-                listed = self._workloads(record.value or b"")
+                listed = self._decode_workloads(record.value or b"")
                 self.listed_ms[listed.cluster] = max(self.listed_ms.get(listed.cluster, 0), record.timestamp)
                 epochs_ms, at_ms = self.epochs_ms[listed.cluster], record.timestamp
                 first_ms, last_ms = epochs_ms.get(listed.epoch, (at_ms, at_ms))
@@ -314,11 +314,11 @@ class Evidence:
         same_kind.offsets.setdefault(record.partition, Ranges()).add(record.offset)
         same_kind.last, same_kind.last_id = cause, f"{record.partition}:{record.offset}"
         if topic == samples.TOPIC.name:
-            self._dead[cause.origin.partition].add(cause.origin.offset)
+            self._dead_lettered[cause.origin.partition].add(cause.origin.offset)
 
     def _add_sample(self, record: Any) -> None:
         try:
-            tick = self._tick(record.value or b"")
+            tick = self._decode_tick(record.value or b"")
         except msgspec.DecodeError:
             self.unreadable[self._fate_without_output(record)] += 1
             return
@@ -332,7 +332,7 @@ class Evidence:
             )
             run = node.runs[tick.run_id] = SampledRun(truncated=log_truncated or has_earlier_output)
             with contextlib.suppress(msgspec.DecodeError):
-                run.answering = tuple([device.uuid for device in _devices(tick.devices) if device.state == "ok"])
+                run.answering = tuple([device.uuid for device in _decode_devices(tick.devices) if device.state == "ok"])
         delay_ms = record.timestamp - tick.ts_ms
         if tick.seq > run.last_seq:
             node.interleavings += (
@@ -365,7 +365,7 @@ class Evidence:
 
     def _fate_without_output(self, record: Any) -> Fate:
         """What became of a sample that has no record in gpu.attributed."""
-        if record.offset in self._dead[record.partition]:
+        if record.offset in self._dead_lettered[record.partition]:
             return "dead_lettered"
         if record.offset < self._finished.get(record.partition, 0):
             tp = Partition(attributed.TOPIC.name, record.partition)

@@ -50,7 +50,7 @@ def leaders(situation: Situation, evidence: Evidence) -> CheckResult:
     findings += _two_leaders_findings(evidence)
     findings += _removed_findings(situation, nodes)
     for name, node in nodes.items():
-        findings += _unknown_to_its_leader(name, node, is_led=name.cluster in evidence.listed_ms.keys() - late.keys())
+        findings += _unknown_findings(name, node, is_led=name.cluster in evidence.listed_ms.keys() - late.keys())
     return CheckResult(f"{counted(len(evidence.listed_ms), 'cluster')} known", findings)
 
 
@@ -93,7 +93,7 @@ def _removed_findings(situation: Situation, nodes: Mapping[NodeName, NodeEvidenc
             )
 
 
-def _unknown_to_its_leader(name: NodeName, node: NodeEvidence, *, is_led: bool) -> Iterator[Finding]:
+def _unknown_findings(name: NodeName, node: NodeEvidence, *, is_led: bool) -> Iterator[Finding]:
     """Findings for what the cluster producer does not know of a node: its claimed devices, or all of it."""
     if claimed := node.unknown_claims:
         yield Finding(

@@ -34,7 +34,7 @@ def pods(situation: Situation) -> CheckResult:
             "not known", [Finding("the Kubernetes API does not answer", cluster.error, shown_by, next_step)]
         )
     findings = [
-        *(finding for pod in cluster.pods for finding in of_pod(situation, cluster, pod)),
+        *(finding for pod in cluster.pods for finding in pod_findings(situation, cluster, pod)),
         *_missing_pods(situation, cluster),
         *_nodes_without_producer(cluster),
         *_unknown_variables(cluster),
@@ -84,7 +84,7 @@ _EXIT_CODES = {
 }
 
 
-def of_pod(situation: Situation, cluster: Cluster, pod: Json) -> Iterator[Finding]:
+def pod_findings(situation: Situation, cluster: Cluster, pod: Json) -> Iterator[Finding]:
     """Findings for a pod: one for what keeps it from starting, else one for each container."""
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     phase = status.get("phase", "Pending")
@@ -103,7 +103,7 @@ def of_pod(situation: Situation, cluster: Cluster, pod: Json) -> Iterator[Findin
             f"pod {name} is Pending: no node takes it", cause[:_MAX_TEXT], "condition PodScheduled", next_step
         )
         return
-    findings = [finding for status in statuses(pod) for finding in _of_container(situation, cluster, pod, status)]
+    findings = [finding for status in statuses(pod) for finding in _container_findings(situation, cluster, pod, status)]
     yield from findings
     ready = _condition(pod, "Ready")
     since_ms = timestamp_ms(ready.get("lastTransitionTime")) or situation.now_ms
@@ -120,7 +120,7 @@ def of_pod(situation: Situation, cluster: Cluster, pod: Json) -> Iterator[Findin
         )
 
 
-def _of_container(situation: Situation, cluster: Cluster, pod: Json, status: Json) -> Iterator[Finding]:
+def _container_findings(situation: Situation, cluster: Cluster, pod: Json, status: Json) -> Iterator[Finding]:
     name, container = pod["metadata"]["name"], status["name"]
     waiting = (status.get("state") or {}).get("waiting") or {}
     reason, message = waiting.get("reason", ""), waiting.get("message", "")
