@@ -333,10 +333,10 @@ def schema(values: Mapping[str, Any]) -> dict[str, Any]:
         name: options_of(by_words.get(command) or by_words[command.split()[0]]) for name, command in COMPONENTS.items()
     }
     all_options: dict[str, Any] = {}
-    for own_options in options.values():
+    for component_options in options.values():
         all_options |= {
             option: value
-            for option, value in own_options.items()
+            for option, value in component_options.items()
             if "array" not in all_options.get(option, {}).get("type", [])
         }
     pod_references = {name: {"$ref": f"#/definitions/{name}"} for name in POD_VALUES}
@@ -386,11 +386,11 @@ def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[tup
             yield f"`{name_path}`", default_cell, value.get("description", "")
         elif not path and name in COMPONENTS:
             properties = value["properties"].items()
-            own_schema = {"properties": {key: schema for key, schema in properties if key not in POD_VALUES}}
-            yield from rows(own_schema, default, f"{name_path}.")
-            for key, own_default in sorted((default or {}).items()):
+            component_schema = {"properties": {key: schema for key, schema in properties if key not in POD_VALUES}}
+            yield from rows(component_schema, default, f"{name_path}.")
+            for key, component_default in sorted((default or {}).items()):
                 if key in POD_VALUES:
-                    yield f"`{name_path}.{key}`", f"`{json.dumps(own_default)}`", f"As `defaults.{key}`."
+                    yield f"`{name_path}.{key}`", f"`{json.dumps(component_default)}`", f"As `defaults.{key}`."
         else:
             yield from rows(value, default, f"{name_path}.")
 

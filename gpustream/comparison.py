@@ -129,8 +129,8 @@ def _quantities_by_name() -> dict[str, list[tuple[Labels, _Quantity]]]:
 
 def quantity(labels: Labels) -> _Quantity:
     """What a series measures, by its name and labels."""
-    for own_labels, quantity_found in _quantities_by_name().get(labels["__name__"], ()):
-        if own_labels.items() <= labels.items():
+    for profile_labels, quantity_found in _quantities_by_name().get(labels["__name__"], ()):
+        if profile_labels.items() <= labels.items():
             return quantity_found
     distinguishing = sorted(
         (name, labels[name]) for name in ("xid", "gpu_throttle_cause", "gpu_task_type") if name in labels

@@ -53,7 +53,7 @@ STATUSES: tuple[Status, ...] = ("busy", "held", "idle", "free", "failing", "sile
 METRICS = ("used_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
 """The attributes of :class:`gpustream.ticks.Metrics` whose last minutes are kept."""
 
-_last_values = attrgetter(*METRICS)
+_values_of_metrics = attrgetter(*METRICS)
 
 
 class Holder(NamedTuple):
@@ -188,7 +188,7 @@ class Device:
         return trouble or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
 
     def first_tenure_of(self, name: str) -> Tenure:
-        """The one with which the pod of this name, which holds the device, began to hold it."""
+        """The tenure with which the pod of this name, which holds the device, began."""
         return list(itertools.takewhile(lambda tenure: name in tenure.pods, reversed(self.tenures)))[-1]
 
     def update(self, tick: Tick, device: TickDevice, holders: list[Holder]) -> None:
@@ -215,7 +215,7 @@ class Device:
                 self.xid, self.xid_ms = event.code, tick.ts_ms if event.ts_ms is None else event.ts_ms
         if self.xid is not None and tick.ts_ms - self.xid_ms > XID_SHOWN_S * 1000:
             self.xid = None
-        self.history.add(tick.ts_ms, _last_values(device.metrics), tick.interval_ms)
+        self.history.add(tick.ts_ms, _values_of_metrics(device.metrics), tick.interval_ms)
 
 
 class Node:

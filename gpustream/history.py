@@ -55,7 +55,7 @@ OnDeleted = Callable[[Partition, int], None]
 
 
 def refuse_deleted(tp: Partition, offset: int) -> None:
-    """For those who need all records. Raises BrokerError."""
+    """For readers that need all records. Raises BrokerError."""
     raise BrokerError(
         f"{tp.topic} partition {tp.partition}: records from offset {offset} on were deleted before they were read: run"
         " this again for a later time"

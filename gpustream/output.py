@@ -100,7 +100,7 @@ def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], st
 
 
 def aligned(lines: Sequence[tuple[Sequence[str], str, Sequence[str]]], width: int) -> Iterator[str]:
-    """The lines of a table for people: of each its names, the mark behind the first name, and its figures.
+    """The lines of a table for people, each with its names, the mark behind the first name, and its figures.
 
     It is at most ``width`` characters wide, unless a figure is wider: names are cut for that.
     """

@@ -1,8 +1,8 @@
 """``gpustream replay --into PREFIX``: attributes again what gpu.samples still has, into topics of another prefix.
 
 In:       gpu.samples of a time, gpu.allocations and gpu.workloads from before it to where they end, in no group.
-Out:      gpu.attributed of that prefix: in each partition the ticks in the order of their samples. A record is, byte
-          for byte, the one that the stream wrote, unless that was marked late or none, and the snapshot came after all.
+Out:      gpu.attributed of that prefix: in each partition the ticks in the order of their samples. Each record has the
+          bytes of the stream's. It differs only if that was marked late or none, and the snapshot came after all.
 State:    none. What the target has already is not written again, so one that was killed is run again and goes on.
 On failure: what Kafka does not have any more, and a target that has something else, are refused with the reason.
 """

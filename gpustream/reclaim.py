@@ -62,7 +62,7 @@ def reclaim() -> None:
 @LOG_FORMAT
 def list_(connection: Connection, namespace: str | None, form: Literal["table", "json"]) -> None:
     """List what is planned, would be done, was done, refused or undone: the last word on each action."""
-    rows = sorted(map(that_counts, answer(_actions(connection)).values()), key=lambda action: (action.at, action.id))
+    rows = sorted(map(decisive, answer(_actions(connection)).values()), key=lambda action: (action.at, action.id))
     rows = [action for action in rows if namespace in (None, action.namespace)]
     if form == "json":
         json_lines(rows)
@@ -105,7 +105,7 @@ async def _actions(connection: Connection) -> dict[str, list[Action]]:
     return actions_by_id
 
 
-def that_counts(records: Sequence[Action]) -> Action:
+def decisive(records: Sequence[Action]) -> Action:
     """Of the records of an action the one that counts: the last one, but nothing after an end except ``undone``."""
     counting = records[0]
     for action in records[1:]:
@@ -120,7 +120,7 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
     if records is None:
         raise NotUndone(f"there is no action {action_id} in {connection.prefixed(actions.TOPIC.name)}")
     # the API server may have done it after the request was given up, whatever was decided later
-    action = that_counts([action for action in records if action.state in ("intended", *OVER)] or records)
+    action = decisive([action for action in records if action.state in ("intended", *OVER)] or records)
     if action.state not in ("done", "intended"):
         raise NotUndone(f"action {action_id} is {action.state}: there is nothing to undo")
     api = Client(kubeconfig)

@@ -1,7 +1,7 @@
 """``gpustream report``: a week of GPUs by team and workload, and the alerts of that time.
 
 In:       gpu.usage, gpu.usage-minutes and gpu.alerts, in no group; a file of prices.
-Out:      a page of text or HTML, on standard output or in a file. It has what is to be known about it.
+Out:      a page of text or HTML with its notes, on standard output or in a file.
 On failure: what is wrong, in a sentence, and exit code 1; errors in the command line, and exit code 2.
 """
 

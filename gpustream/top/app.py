@@ -395,10 +395,10 @@ class TopApp(App[None]):
             for column, size in draw.layout(table.columns, self.size.width - 1):
                 edge += size + 1
                 if x < edge:
-                    is_sorted_by_it = column.title == state.sorted_by
+                    is_current = column.title == state.sorted_by
                     self._change(
                         sorted_by=column.title,
-                        descending=not state.descending if is_sorted_by_it else column.descending,
+                        descending=not state.descending if is_current else column.descending,
                     )
                     return
         index = self.pane.top + y - 1

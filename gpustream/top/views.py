@@ -40,11 +40,11 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         ],
         [],
     ]  # fmt: skip
-    lines += _fires_and_idles(now, max(_MIN_LISTED, (height - _OTHER_LINES) // 3))
-    return [*lines, [], [("GPUs by node", "bold")], *_map(now.fleet, width)]
+    lines += _alerts_and_idle_pods(now, max(_MIN_LISTED, (height - _OTHER_LINES) // 3))
+    return [*lines, [], [("GPUs by node", "bold")], *_gpu_map(now.fleet, width)]
 
 
-def _fires_and_idles(now: Now, limit: int) -> list[Line]:
+def _alerts_and_idle_pods(now: Now, limit: int) -> list[Line]:
     """The alerts that fire, and the idle pods: at most ``limit`` of each, the worst first."""
     firing = draw.filtered_rows(ALERTS, list(now.firing), "", "SEVERITY", descending=True)
     lines: list[Line] = [[(f"alerts that fire: {len(firing)}", "bold")]]
@@ -65,7 +65,7 @@ def _fires_and_idles(now: Now, limit: int) -> list[Line]:
     return lines
 
 
-def _map(fleet: Fleet, width: int) -> list[Line]:
+def _gpu_map(fleet: Fleet, width: int) -> list[Line]:
     """Every node with a sign for each GPU, as many nodes side by side as there is room for."""
     nodes = sorted(fleet.nodes.values(), key=lambda node: (node.cluster, node.name))
     name_width = max(len(node.name) for node in nodes)

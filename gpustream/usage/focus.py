@@ -52,7 +52,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "a ZIP archive or a spreadsheet",
     b"PAR1": "a Parquet file",
 }
-"""In which clouds export bills, too, by the bytes that they begin with."""
+"""Other formats in which clouds export bills, by their first bytes."""
 
 _SEPARATORS = str.maketrans(dict.fromkeys(',"', " "))  # neither an id nor a name has them
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
@@ -239,13 +239,13 @@ class Bill:
 
         Raises BillError.
         """
-        own = self._columns
-        first_extra = next((index for index, name in enumerate(own) if name.startswith("x_")), len(own))
-        ordered = (*own[:first_extra], *ALLOCATED_COLUMNS, *own[first_extra:], *EXTRA_COLUMNS)
+        original = self._columns
+        first_extra = next((index for index, name in enumerate(original) if name.startswith("x_")), len(original))
+        ordered = (*original[:first_extra], *ALLOCATED_COLUMNS, *original[first_extra:], *EXTRA_COLUMNS)
         columns = list(dict.fromkeys(ordered))
         yield columns
         for number, row in enumerate(self._rows, 1):
-            cells, charge = dict(zip(own, row, strict=True)), self._charges.get(number)
+            cells, charge = dict(zip(original, row, strict=True)), self._charges.get(number)
             parts: Iterable[Mapping[str, str]] = (cells,)
             if charge is None:
                 self.unchanged["of no time, or divided before"] += 1
