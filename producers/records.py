@@ -221,7 +221,7 @@ class Numbering:
             self._seqs[self.run_id], self._snapshot = 0, None
         seq = self._seqs[self.run_id] = self._seqs[self.run_id] + 1
         snapshots: dict[Snapshot, None] = {}
-        own_snapshot: Snapshot | None = None
+        tick_snapshot: Snapshot | None = None
         try:
             if containers is not None:
                 events = [event for device in devices for event in device.get("events") or () if "ts_ms" in event]
@@ -232,9 +232,9 @@ class Numbering:
                     if at_ms <= ts_ms + READ_MS and (rows := in_force(at_ms)) is not None
                 }
                 earlier = {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if at_ms <= ts_ms}
-                own_snapshot = self._snapshot_of(ts_ms, containers)
+                tick_snapshot = self._snapshot_of(ts_ms, containers)
                 later = {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if at_ms > ts_ms}
-                snapshots = dict.fromkeys([*earlier.values(), own_snapshot, *later.values()])
+                snapshots = dict.fromkeys([*earlier.values(), tick_snapshot, *later.values()])
                 snapshot_by_time = earlier | later
                 devices = [
                     _with_seqs(device, snapshot_by_time) if device.get("events") else device for device in devices
@@ -245,7 +245,7 @@ class Numbering:
                 run_id=self.run_id,
                 seq=seq,
                 ts_ms=ts_ms,
-                allocations_seq=own_snapshot.seq if own_snapshot else None,
+                allocations_seq=tick_snapshot.seq if tick_snapshot else None,
                 interval_ms=self._interval_ms,
                 devices=devices,
             )

@@ -204,7 +204,7 @@ class LeaderElector:
         self._instruments, self._identity, self._now_us = instruments, identity, now_us
         self._duration_s, self._renew_s, self._give_up_s = duration_s, renew_s, give_up_s
         self._health = ApiHealth(f"lease {namespace}/{name}", log)
-        self._observed = self._latest = self._own = LeaseRecord()
+        self._observed = self._latest = self._sent = LeaseRecord()
         self._observed_s = self._renewed_s = float("-inf")
         self.leading = False
         instruments.gauge(names.LEADING).set(0)
@@ -262,7 +262,7 @@ class LeaderElector:
 
     def _is_mine(self) -> bool:
         """Whether this process wrote the observed Lease, perhaps without an answer."""
-        return (self._observed.holder, self._observed.acquired_us) == (self._identity, self._own.acquired_us)
+        return (self._observed.holder, self._observed.acquired_us) == (self._identity, self._sent.acquired_us)
 
     # -- holding it
 
@@ -270,7 +270,7 @@ class LeaderElector:
         """Run the work while the Lease is held, then release the Lease; returns whether the work returned by itself.
         Raises what the work raises."""
         self._set_leading(True)
-        work_task, renewal = asyncio.create_task(work(self._own.epoch)), asyncio.create_task(self._renew())
+        work_task, renewal = asyncio.create_task(work(self._sent.epoch)), asyncio.create_task(self._renew())
         try:
             await asyncio.wait({work_task, renewal, stopping}, return_when=asyncio.FIRST_COMPLETED)
             returned = work_task.done()
@@ -287,7 +287,7 @@ class LeaderElector:
             self._set_leading(False)
             with contextlib.suppress(LeaseRefused, Unreachable, TimeoutError):  # then it expires by itself
                 async with asyncio.timeout(RELEASE_WITHIN_S):
-                    if await self._update(self._own._replace(holder=""), RELEASE_WITHIN_S):
+                    if await self._update(self._sent._replace(holder=""), RELEASE_WITHIN_S):
                         log.info("the lease is released")
         if not work_task.cancelled():
             work_task.result()
@@ -302,7 +302,7 @@ class LeaderElector:
                 break
             try:
                 async with asyncio.timeout(within_s):
-                    held = await self._update(self._own, CALL_WITHIN_S)
+                    held = await self._update(self._sent, CALL_WITHIN_S)
             except TimeoutError:  # the time left to lead is shorter than the call's limit
                 problem = problem or f"no answer within {within_s:.1f} s"
             except (LeaseRefused, Unreachable) as error:
@@ -335,7 +335,7 @@ class LeaderElector:
     async def _write(self, record: LeaseRecord, within_s: float) -> bool:
         """Write a record over the Lease as read; False if it changed since. The renewal counts from the
         start of the request."""
-        self._own, started_s = record, time.monotonic()
+        self._sent, started_s = record, time.monotonic()
         if not await self._lock.write(encode_spec(record), within_s):
             return False
         self._renewed_s = started_s
@@ -347,4 +347,4 @@ class LeaderElector:
         self._instruments.gauge(names.LEADING).set(int(leading))
         self._instruments.counter(names.TRANSITIONS, "leading" if leading else "standby").inc()
         if leading:
-            log.info("leading, with epoch %d", self._own.epoch)
+            log.info("leading, with epoch %d", self._sent.epoch)

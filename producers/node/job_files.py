@@ -47,8 +47,8 @@ class Problem(NamedTuple):
     times: int = 1
 
     def __str__(self) -> str:
-        what = "the directory of job files" if self.reason in ("directory", "timeout") else "the job file"
-        return f"{what} {self.path} is not used as it should be: {self.text}"
+        subject = "the directory of job files" if self.reason in ("directory", "timeout") else "the job file"
+        return f"{subject} {self.path} is not used as it should be: {self.text}"
 
 
 class JobLines(NamedTuple):

@@ -67,8 +67,8 @@ class Rows:
 class Refused(Exception):
     """A row can't be used: the reason to count by, and what is wrong with it."""
 
-    def __init__(self, reason: str, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
         self.reason = reason
 
 

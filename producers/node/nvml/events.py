@@ -329,8 +329,8 @@ class Xids:
         devices = [device for device in gpu_devices if _is_in_instance(device.get("mig"), xid)] or gpu_devices[:1]
         self._instruments.counter(names.XIDS, "device" if devices else "unknown_device").inc()
         if not devices:
-            what = f"{code} of a GPU that is not known"
-            log.warning("XID %s", what, extra={"xid": code, "gpu_index": xid.gpu, "ts_ms": xid.ts_ms})
+            error_text = f"{code} of a GPU that is not known"
+            log.warning("XID %s", error_text, extra={"xid": code, "gpu_index": xid.gpu, "ts_ms": xid.ts_ms})
         for device in devices:
             uuid, mig = device["uuid"], device.get("mig")
             counts = self._counts.setdefault(uuid, {})

@@ -272,8 +272,8 @@ class GpuReader:
         self._changed(self, self.failure is not None and previous is None)
 
     def _failure_text(self, failure: Failure) -> str:
-        what = f"GPU {self.index} can't be opened" if self.uuid is None else f"{self.title} is lost"
-        return f"{what}: {failure.text}"
+        subject = f"GPU {self.index} can't be opened" if self.uuid is None else f"{self.title} is lost"
+        return f"{subject}: {failure.text}"
 
     def _late_text(self, reading: GpuReading) -> str:
         later = "its values come in the next tick, with the time read_ms"
