@@ -97,10 +97,10 @@ class Http:
         if self._session is None:
             given = self._settings.headers
             names = {name.lower() for name, _ in given}
-            own = {"User-Agent": f"gpustream/{version('gpustream')}", "Accept-Encoding": "identity"}
+            defaults = {"User-Agent": f"gpustream/{version('gpustream')}", "Accept-Encoding": "identity"}
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
-                headers=(*(header for header in own.items() if header[0].lower() not in names), *given),
+                headers=(*(header for header in defaults.items() if header[0].lower() not in names), *given),
                 auto_decompress=False,  # a coding that aiohttp does not know would be no answer at all
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

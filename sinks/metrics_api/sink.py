@@ -77,7 +77,7 @@ class MetricsApiSink:
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
         self._holdings = Holdings()
-        self._own_keys = node_key(settings.cluster, "")
+        self._key_prefix = node_key(settings.cluster, "")
         self.tail = Tail(
             settings.connection(), {TOPIC.name: _READ_BACK}, self.take, client_id=f"gpustream-sink-{self.name}"
         )
@@ -127,7 +127,7 @@ class MetricsApiSink:
         counter = self._instruments.counter
         for record in records:
             counter(READ).inc()
-            if record.key is not None and not record.key.startswith(self._own_keys):
+            if record.key is not None and not record.key.startswith(self._key_prefix):
                 counter(DROPPED, "other_cluster").inc()
                 continue
             try:
