@@ -347,12 +347,12 @@ def share_of(facts: Facts, use: float = 0.0) -> Share:
     device, ratio, explanations = facts.device, 1.0, list[str]()
     sharing = max(1, sum(not holders[0].observed for holders in device.pods)) if device is not None else 1
     if device is not None and device.mig is not None:
-        own_slices, slices = profile_slices(device.mig.profile), device.compute_slices or model_slices(device.model)
-        if own_slices is None:
+        mig_slices, slices = profile_slices(device.mig.profile), device.compute_slices or model_slices(device.model)
+        if mig_slices is None:
             return Share(None, "")
-        own_slices = min(own_slices, slices)
-        ratio = own_slices / slices
-        explanations.append(f"{own_slices} of {slices} compute slices")
+        mig_slices = min(mig_slices, slices)
+        ratio = mig_slices / slices
+        explanations.append(f"{mig_slices} of {slices} compute slices")
     if sharing > 1:
         explanations.append(f"one of {sharing} pods on it, divided equally")
     return Share(ratio * max(1 / sharing - use, 0.0), "; ".join(explanations) or "a whole GPU")
