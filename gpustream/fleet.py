@@ -356,13 +356,13 @@ class Fleet:
             parts = next((container.parts for container in (first, *others) if container.parts is not None), Parts())
             workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
             team = team_of(first.labels, first.namespace_labels, self._team_label) or ""
-            own_parts = msgspec.structs.astuple(parts)
-            held.append((Holder(pod.namespace, pod.pod, workload, team, *own_parts), pod.pod_uid, first.observed))
+            part_values = msgspec.structs.astuple(parts)
+            held.append((Holder(pod.namespace, pod.pod, workload, team, *part_values), pod.pod_uid, first.observed))
         processes = device.processes if held else ()  # without a pod the part of a process is its work
         for process in () if held else device.processes or ():
-            own_parts = process.sm_utilization_ratio, process.memory_used_bytes
+            part_values = process.sm_utilization_ratio, process.memory_used_bytes
             name = f"pid {process.pid}"
-            held.append((Holder("", name, self._command_of(node, process.pid), "", *own_parts), None, False))
+            held.append((Holder("", name, self._command_of(node, process.pid), "", *part_values), None, False))
         work = work_of(device.metrics)
         uids_and_parts = [(uid, holder.used_ratio) for holder, uid, _ in held]
         work_of_processes, rest = beside_parts(work, device.unattributed, processes, uids_and_parts)

@@ -119,13 +119,13 @@ def fit(line: Line, width: int, style: str = "") -> Line:
     """
     fitted: Line = []
     left = width
-    for raw_text, own_style in line:
+    for raw_text, text_style in line:
         if left <= 0:
             break
         text = printable(raw_text)
         size = cell_len(text)
         cut = text if size <= left else set_cell_size(text, left - 1) + "…"
-        fitted.append((cut, own_style if _BLOCKS.intersection(text) else f"{own_style} {style}".strip()))
+        fitted.append((cut, text_style if _BLOCKS.intersection(text) else f"{text_style} {style}".strip()))
         left -= min(size, left)
     return [*fitted, (" " * left, style)] if left > 0 else fitted
 
