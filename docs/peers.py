@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sinks.series.counters import AS_LABELS, pick
 from sinks.series.counters_file import Counter
-from topics.catalogue import CATALOGUE
+from topics.catalogue import CATALOGUE, LAST_XID
 from topics.profiles import LABELS, PROFILES, Profile
 from topics.reference import generate, series_name, table
 
@@ -119,7 +119,8 @@ def _names(profiles: Sequence[str]) -> str:
     """Each quantity, and what these profiles call it."""
     chosen: list[Profile] = [profile for profile in PROFILES.values() if profile.name in profiles]
     rows = []
-    for key, metric in CATALOGUE.items():
+    kinds = {key: metric.kind for key, metric in CATALOGUE.items()} | {LAST_XID.name: LAST_XID.kind}
+    for key, kind in kinds.items():
         cells = []
         before = {series.unit for series in chosen[0].series.get(key, ())}
         for profile in chosen:
@@ -129,7 +130,7 @@ def _names(profiles: Sequence[str]) -> str:
                 "<br>".join(f"{series_name(series.name, series.labels)}{_unit(series.unit, strong)}" for series in many)
             )
         if any(cells):
-            rows.append((f"`{key}`", *cells, metric.kind))
+            rows.append((f"`{key}`", *cells, kind))
     for profile in chosen:
         for ratio in profile.ratios:
             cells = [
@@ -139,7 +140,7 @@ def _names(profiles: Sequence[str]) -> str:
                 for other in chosen
             ]
             sums = [" + ".join(f"`{key}`" for key in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
-            formula = " / ".join(sums)
+            formula = " / ".join(f"({term})" if "+" in term and len(sums) > 1 else term for term in sums)
             rows.append((formula, *cells, ratio.kind))
     return table(("quantity", *(f"`{profile.name}`" for profile in chosen), "type"), dict.fromkeys(rows))
 

@@ -46,6 +46,14 @@ def test_every_option_and_profile_that_a_page_names_is_there(page: Path) -> None
     assert profiles - set(PROFILES) == set()
 
 
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
+def test_the_page_of_names_has_every_name_of_a_profile(profile: Profile) -> None:
+    page = (ROOT / "docs" / "how-to" / "migrate" / "names.md").read_text()
+    names = {series.name for many in profile.series.values() for series in many}
+
+    assert names - set(re.findall(r"`(\w+)[`{]", page)) == set()
+
+
 def test_a_comparison_of_one_node_picks_the_node_on_both_sides() -> None:
     """With one side alone, the series of all other nodes are taken for the other side's."""
     lines = [" ".join(block.text.replace("\\\n", " ").split()) for block in blocks("how-to/migrate/README.md", "sh")]
