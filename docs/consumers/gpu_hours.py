@@ -259,6 +259,7 @@ async def main() -> None:
     parser.add_argument("--topic-prefix", default=os.environ.get("GPUSTREAM_TOPIC_PREFIX", ""))
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    logging.getLogger("aiokafka").setLevel(logging.WARNING)  # or it lists all partitions at each rebalance
     database = sqlite3.connect(options.database, isolation_level=None, check_same_thread=False)
     database.executescript(SCHEMA)
     stop = asyncio.Event()
