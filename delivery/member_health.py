@@ -37,6 +37,7 @@ class MemberHealth:
     def __init__(self, name: str, connection: Connection) -> None:
         self._name, self._connection = name, connection
         self._silent_since_s: float | None = None
+        self._silence_logged = False
         self._commits_since_s: list[float] = []  # when each commit that is under way was begun
         self.joined()
 
@@ -58,8 +59,14 @@ class MemberHealth:
         self._error = self.failed_ms = None
 
     def note_coordinator(self, now_s: float, *, known: bool) -> None:
-        """Note whether the client knows the group's coordinator."""
+        """Note whether the client knows the group's coordinator. Log when it is silent, and when it answers again."""
         self._silent_since_s = None if known else self._silent_since_s or now_s
+        silence = self._silence(now_s)
+        if silence is not None and not self._silence_logged:
+            log.warning("group %s: no Kafka broker answers at %s; trying again", self._name, self._connection)
+        elif known and self._silence_logged:
+            log.info("group %s: a Kafka broker answers again", self._name)
+        self._silence_logged = silence is not None
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -80,11 +87,16 @@ class MemberHealth:
     def problem(self) -> str | None:
         """What is wrong now: a connection's trouble, else the broker's last error, else what it does not answer."""
         now_s = time.monotonic()
-        silent = self._silent_since_s is not None and now_s - self._silent_since_s >= _SILENT_S
-        no_answer = f"no Kafka broker answers for the group {self._name} at {self._connection}" if silent else None
+        no_answer = self._silence(now_s)
         waited_s = now_s - min(self._commits_since_s, default=now_s)
         waiting = f"a commit of the group {self._name} has waited {waited_s:.0f} s" if waited_s >= _SILENT_S else None
         return opening.trouble(self._connection) or self._error or no_answer or self._commit_error or waiting
+
+    def _silence(self, now_s: float) -> str | None:
+        """What to say if the coordinator has been silent for long."""
+        if self._silent_since_s is None or now_s - self._silent_since_s < _SILENT_S:
+            return None
+        return f"no Kafka broker answers for the group {self._name} at {self._connection}"
 
 
 async def evicted_by(claim: Claim, group: str, connection: Connection) -> str | None:

@@ -290,7 +290,10 @@ async def test_a_member_whose_client_has_ended_one_of_its_tasks_joins_again(
     watching.cancel()
 
 
-async def test_a_member_without_brokers_is_unready_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_without_brokers_is_unready_until_they_are_back_and_logs_both(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "delivery.member_health")
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
     monkeypatch.setattr("delivery.member_health._SILENT_S", 0.01)
     client = Client()
@@ -301,7 +304,10 @@ async def test_a_member_without_brokers_is_unready_until_they_are_back(monkeypat
     await eventually(lambda: group.not_ready() == ["no Kafka broker answers for the group g at 127.0.0.1:1"])
     client.coordinator_id = 2
     await eventually(lambda: group.not_ready() == [])
+    await eventually(lambda: "group g: a Kafka broker answers again" in caplog.messages)
     watching.cancel()
+    silent = "group g: no Kafka broker answers at 127.0.0.1:1; trying again"
+    assert caplog.messages == [silent, "group g: a Kafka broker answers again"]
 
 
 async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
