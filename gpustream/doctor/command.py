@@ -94,12 +94,20 @@ def text(situation: Situation, results: Mapping[str, CheckResult]) -> Iterator[s
         yield printable(f"{mark:5}  {name:{width}}  {result.summary}")
         for finding in result.findings[:MAX_SHOWN]:
             yield from textwrap.wrap(
-                printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
+                printable(finding.finding),
+                _WIDTH,
+                initial_indent="       ",
+                subsequent_indent="         ",
+                break_on_hyphens=False,
             )
             for label, paragraph in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
                 indent = f"{'':9}{label + ':':10}"
                 yield from textwrap.wrap(
-                    printable(paragraph), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
+                    printable(paragraph),
+                    _WIDTH,
+                    initial_indent=indent,
+                    subsequent_indent=" " * len(indent),
+                    break_on_hyphens=False,
                 )
         if len(result.findings) > MAX_SHOWN:
             yield f"       and {len(result.findings) - MAX_SHOWN} more: --format json has them all"

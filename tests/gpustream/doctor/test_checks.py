@@ -411,3 +411,11 @@ def test_the_values_of_a_record_that_was_dropped_are_not_found_again() -> None:
         "http://sink: 2 records dropped: too_old",
         "http://sink: 3 values refused: duplicate",
     ]
+
+
+def test_an_option_is_never_cut_at_the_end_of_a_line() -> None:
+    option = "--web.enable-remote-write-receiver"
+    for words in range(40):
+        wrong = Finding(f"{'word ' * words}{option}", *[f"{'word ' * words}{option}"] * 3)
+        lines = list(command.text(Situation(0, 1), {"x": CheckResult("s", [wrong])}))
+        assert sum(option in line for line in lines) == 4
