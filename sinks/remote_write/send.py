@@ -126,7 +126,7 @@ class RemoteWriteSender:
         self._newest: Sequence[SampleGroup] = ()
         self._logged_s = self._hold_logged_s = -math.inf
         self.failing: str | None = None
-        self._holding = False
+        self._holding = self._retry_logged = False
         self._probes = 0
         self._next_probe_s = 0.0
         self._taken = asyncio.Event()
@@ -209,9 +209,9 @@ class RemoteWriteSender:
                     self._end_hold()
 
     def _end_hold(self) -> None:
-        if self._holding:
+        if self._holding or self._retry_logged:
             log.info("the receiver accepts again")
-        self._holding, self.failing = False, None
+        self._holding, self._retry_logged, self.failing = False, False, None
         self._taken.set()
 
     async def _probe(self, groups: Sequence[SampleGroup], turn: int) -> bool:
@@ -259,9 +259,10 @@ class RemoteWriteSender:
             instruments.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
             self._end_hold()
         elif means in {"again", "server-error"}:
-            self.failing = f"{means}: {answer.summary}" if answer.status else answer.text
+            said = answer.summary if answer.status else answer.text
+            self.failing = f"server-error: {said}" if means == "server-error" else said
             if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-                self._logged_s = time.monotonic()
+                self._logged_s, self._retry_logged = time.monotonic(), True
                 log.warning("remote write is not accepted, trying again: %s", self.failing)
         elif not self._holding:
             self.failing = None

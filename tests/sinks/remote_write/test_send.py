@@ -1,6 +1,7 @@
 """Requests are sent until they are accepted or refused, in the protocol that the receiver speaks."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -51,6 +52,17 @@ async def test_what_is_no_refusal_is_tried_again_for_as_long_as_it_takes(status:
     assert await send(to) is None
     assert len(script.asked) == 21
     assert to.failing is None
+
+
+async def test_that_it_fails_and_that_it_accepts_again_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    to = transmitter(Script(*[Answer(429, "slow down")] * 3).post)
+
+    assert await send(to) is None
+    assert await send(to) is None
+
+    failed = "remote write is not accepted, trying again: HTTP 429: slow down"
+    assert caplog.messages == [failed, "the receiver accepts again"]
 
 
 async def test_while_it_fails_the_reason_is_reported() -> None:
