@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from delivery.ledger import Partition
 from delivery.values import counted
-from gpustream.doctor.evidence import Evidence, NodeName
+from gpustream.doctor.evidence import Evidence, NodeEvidence, NodeName
 from gpustream.doctor.situation import (
     CheckResult,
     Finding,
@@ -19,6 +19,7 @@ from gpustream.doctor.situation import (
 from sinks import SINKS
 from streams import STREAMS
 from topics import attributed, samples
+from topics.samples import silent_after_ms
 
 ATTRIBUTION = "gpustream-attribution"
 
@@ -38,6 +39,9 @@ COMMITS_AFTER_MS = {"gpustream-usage": 75_000, "gpustream-sink-parquet": 60_000}
 
 IN_PROMETHEUS_MS = 240_000
 """An instant query finds a sample for five minutes."""
+
+ENDED_MS = 60_000
+"""The series of a node that has been silent for so long, or for three of its intervals, end with staleness markers."""
 
 SCRAPED_AFTER_MS = 60_000
 """By default Prometheus scrapes once in so long, and that is how old its newest sample may be."""
@@ -203,26 +207,16 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
         return CheckResult(
             "not known", [Finding(f"{server.url}: no answer", server.error, "it was asked", "see --prometheus")]
         )
-    findings = Findings(
-        Finding(
-            f"{server.url}: the rule {name} fails", error, "/api/v1/rules", "`promtool check rules FILE` says where"
-        )
-        for name, error in server.broken_rules.items()
-    )
-    if server.reload_failed:
-        findings.add(
-            f"{server.url}: it does not run with the configuration that it has",
-            "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
-            "prometheus_config_last_reload_successful is 0",
-            "`promtool check config FILE` names the line; then reload it",
-        )
+    findings = _broken_files(server)
     if server.newest_ms and not any(name.node for name in server.newest_ms):
         return CheckResult("of which node its series are is not known: no label of theirs says it", findings)
     newest = {
         name: node.newest_attributed_ms
         for name, node in evidence.nodes.items()
-        if situation.now_ms - node.newest_attributed_ms < IN_PROMETHEUS_MS
+        if situation.now_ms - node.newest_attributed_ms < _found_for_ms(node)
     }
+    if not newest:
+        return CheckResult("nothing to look for: no tick of the last minute is attributed", findings, looked=False)
     sinks = [
         group
         for group in situation.groups or ()
@@ -239,6 +233,30 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
         summary,
         [*findings, *_missing_samples(situation, server, late, no_nodes=not server.newest_ms.keys() & newest.keys())],
     )
+
+
+def _broken_files(server: Prometheus) -> Findings:
+    """What Prometheus could not load, or fails at, of its own rules and configuration."""
+    findings = Findings(
+        Finding(
+            f"{server.url}: the rule {name} fails", error, "/api/v1/rules", "`promtool check rules FILE` says where"
+        )
+        for name, error in server.broken_rules.items()
+    )
+    if server.reload_failed:
+        findings.add(
+            f"{server.url}: it does not run with the configuration that it has",
+            "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
+            "prometheus_config_last_reload_successful is 0",
+            "`promtool check config FILE` names the line; then reload it",
+        )
+    return findings
+
+
+def _found_for_ms(node: NodeEvidence) -> int:
+    """How long an instant query finds the node's newest tick, at least, if no other comes."""
+    interval_ms = node.last_run[1].interval_ms if node.runs else None
+    return min(IN_PROMETHEUS_MS, silent_after_ms(interval_ms, ENDED_MS))
 
 
 def _missing_samples(

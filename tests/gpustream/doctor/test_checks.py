@@ -363,6 +363,20 @@ def test_a_node_whose_newest_tick_prometheus_lacks_is_found() -> None:
     assert only_finding(situation._replace(prometheus=Prometheus("http://p", {}, "refused"))).cause == "refused"
 
 
+@pytest.mark.parametrize(("interval_ms", "allowed_s"), [(1000, 60), (30_000, 90), (600_000, 240)])
+def test_what_has_ended_in_prometheus_since_no_tick_is_attributed_is_not_missed_there(
+    interval_ms: int, allowed_s: int
+) -> None:
+    records = [workloads(), snapshot(), attributed(60), sample(60, interval_ms=interval_ms)]
+    ticks_ms = see(records).now_ms
+
+    def seen(age_s: int) -> Situation:
+        return see(records, now_ms=ticks_ms + age_s * 1000, prometheus=Prometheus("http://p", {}))
+
+    assert findings_of(seen(allowed_s - 1))["prometheus"]
+    assert "prometheus" not in findings_of(seen(allowed_s))
+
+
 @pytest.mark.parametrize(("sink", "allowed_s"), [("remote-write", 30), ("scrape", 90)])
 def test_prometheus_may_have_older_samples_of_what_it_scrapes_once_a_minute(sink: str, allowed_s: int) -> None:
     situation = see(healthy())
