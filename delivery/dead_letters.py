@@ -75,7 +75,9 @@ class DeadLetters:
             try:
                 await (await send_letter(self._sender, record, origin, stage=self._stage, error=error))
             except Unsendable as unsendable:
-                log.error("%s: not even its dead letter could be sent: %s", origin, unsendable)
+                log.error(
+                    "%s partition %d: not even the dead letter of offset %d could be sent: %s", *origin, unsendable
+                )
 
         self._waiting_since_s.append(since_s := time.monotonic())
         try:

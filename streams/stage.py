@@ -208,7 +208,11 @@ class Worker(ABC, Generic[P]):
 
         def on_done(sent: "asyncio.Future[int]") -> None:
             if not sent.cancelled() and isinstance(sent.exception(), Unsendable):  # it would be at each restart
-                log.error("%s: not even its dead letter could be sent: %s", origin, sent.exception())
+                log.error(
+                    "%s partition %d: not even the dead letter of offset %d could be sent: %s",
+                    *origin,
+                    sent.exception(),
+                )
                 self.app.finish(slot)
             else:
                 self.app.finish_when(slot, sent)

@@ -174,7 +174,7 @@ async def test_a_letter_that_the_broker_refuses_holds_up_nothing(caplog: pytest.
     app.sender.letters()[0].acknowledged.set_exception(Unsendable("refused"))
     await settle()
     assert (app.position(SAMPLES), app.failures) == (1, [])
-    assert "not even its dead letter could be sent: refused" in caplog.text
+    assert "gpu.samples partition 0: not even the dead letter of offset 0 could be sent: refused" in caplog.text
 
 
 async def test_a_letter_is_never_larger_than_what_can_be_sent() -> None:
