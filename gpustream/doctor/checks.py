@@ -11,6 +11,7 @@ from itertools import pairwise
 from delivery.sender import partition_of
 from delivery.topic_admin import NUMBER_OF_PARTITIONS
 from delivery.values import counted, duration_words
+from gpustream.dead_letters.letters import RESUBMITTABLE
 from gpustream.doctor import brokers, components, pods, readers
 from gpustream.doctor.clocks import clocks
 from gpustream.doctor.evidence import Evidence, Fate, NodeEvidence, NodeName, SampledRun
@@ -44,10 +45,8 @@ FATE_TEXTS: dict[Fate, str] = {
 }
 """The text for each fate of a tick, in the order of the summary."""
 
-_DEAD_LETTER_NEXT = (
-    "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit {id} --yes` sends it"
-    " again"
-)
+_SEND_AGAIN = "once its error is mended, `dead-letters resubmit {id} --yes` sends it again"
+_SEND_NO_MORE = "mend its error, and later records are taken; a record of this topic can't be sent again"
 
 
 # -- what was sent
@@ -376,12 +375,13 @@ def dead_letters(situation: Situation, evidence: Evidence) -> CheckResult:
     resubmitted = sum(len(receipts) for receipts in evidence.resubmitted.values())
     findings = Findings()
     for kind, count in sorted(counts.items(), key=lambda item: -item[1]):
-        last = evidence.dead_letters[kind].last
+        last, last_id = evidence.dead_letters[kind].last, evidence.dead_letters[kind].last_id
+        then = _SEND_AGAIN.format(id=last_id) if kind.topic in RESUBMITTABLE else _SEND_NO_MORE
         findings.add(
             f"{kind.stage} dead-lettered {counted(count, 'record')} of {kind.topic}: {kind.reason}",
             last.error if last is not None else NOT_KNOWN,
-            f"letter {evidence.dead_letters[kind].last_id} is the last of them",
-            _DEAD_LETTER_NEXT.format(id=evidence.dead_letters[kind].last_id),
+            f"letter {last_id} is the last of them",
+            f"`gpustream dead-letters show {last_id}` has it; {then}",
         )
     summary = f"{counted(sum(counts.values()), 'dead letter')}" if counts else "none"
     return CheckResult(summary + (f"; {resubmitted} were sent again" if resubmitted else ""), findings)

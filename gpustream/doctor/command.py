@@ -31,6 +31,10 @@ MAX_SHOWN = 20
 """At most this many findings of a check are written out; JSON has them all."""
 
 _WIDTH = 110
+_MAX_CHARS = 400
+"""A paragraph of a finding is cut after so many characters. A receiver's error may name hundreds of series."""
+
+_CUT = "... (--format json has all of it)"
 
 MAX_SINCE_S = 23 * 3600.0
 """Topics keep a day: older records may have been deleted, and would be reported as lost."""
@@ -102,8 +106,9 @@ def text(situation: Situation, results: Mapping[str, CheckResult]) -> Iterator[s
             )
             for label, paragraph in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
                 indent = f"{'':9}{label + ':':10}"
+                cut = paragraph[:_MAX_CHARS] + _CUT if len(paragraph) > _MAX_CHARS else paragraph
                 yield from textwrap.wrap(
-                    printable(paragraph),
+                    printable(cut),
                     _WIDTH,
                     initial_indent=indent,
                     subsequent_indent=" " * len(indent),

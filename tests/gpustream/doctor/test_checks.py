@@ -267,6 +267,7 @@ def test_dead_letters_are_found_by_reason_until_they_are_sent_again() -> None:
     assert finding.finding == "attribution dead-lettered 1 record of gpu.samples: undecodable"
     assert finding.cause == "undecodable: Object missing required field `seq`"
     assert "dead-letters show 0:0" in finding.next
+    assert "dead-letters resubmit 0:0 --yes" in finding.next
     assert findings_of(see([dead, receipt(dead), *healthy()])) == {}
 
 
@@ -425,6 +426,21 @@ def test_the_values_of_a_record_that_was_dropped_are_not_found_again() -> None:
         "http://sink: 2 records dropped: too_old",
         "http://sink: 3 values refused: duplicate",
     ]
+
+
+def test_nobody_is_told_to_send_a_letter_again_that_can_not_be() -> None:
+    finding = only_finding(see([letter(attributed(7), error="too_old: of series a"), *healthy()]))
+
+    assert finding.finding == "attribution dead-lettered 1 record of gpu.attributed: too_old"
+    assert "resubmit" not in finding.next
+
+
+def test_a_long_error_is_cut_in_the_text() -> None:
+    wrong = Finding("f", "too_old: " + "x" * 1000, "e", "n")
+    lines = list(command.text(Situation(0, 1), {"x": CheckResult("s", [wrong])}))
+
+    assert "".join(lines).count("x") < 450
+    assert "(--format json has all of it)" in " ".join(" ".join(lines).split())
 
 
 def test_an_option_is_never_cut_at_the_end_of_a_line() -> None:
