@@ -132,7 +132,7 @@ _PROMISE = (
     "In the partition number that the node's ticks have. Of a GPU and a window, each revision has every key that it "
     "ever had, zeros included. Of one key take the highest generation, then the highest revision. Once final, the "
     "slice_ms of a GPU and a window add up to the window's length times `of`; those of a window that grows, to its "
-    "length so far. A window without a tick of a GPU has no record of it."
+    "length so far. A GPU has records for the whole of each hour in which a tick shows it, and for no other time."
 )
 
 _KEY = "cluster/node/uuid/start_ms/namespace/pod/pod_uid/container/category"
