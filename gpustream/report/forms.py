@@ -182,7 +182,8 @@ def _trend(current: Summary, previous: Summary | None, fired: dict[int, int]) ->
             *(f"{rounded(change * 100, 1):+}" for change in changes),
         ]
         rows += [row("before", previous.teams, ""), Row(("change",), [*cells, ""])]
-    note = "Used and idle are parts of what was held. A change of a share is in percentage points."
+    note = "Used and idle are parts of what was held."
+    note += " A change of a share is in percentage points." if previous is not None else ""
     columns = ["GPU-hours", "held", "unobserved", "used", "idle", "alerts fired"]
     return Section("Trend", ("day (UTC)",), columns, rows, note)
 

@@ -236,7 +236,7 @@ def usage(
         if bill is not None and bill.range is not None and since_s is None and first is None:
             time_range = bill.range.until(now_ms())
         plan = answer(_count(connection, time_range, table, bill))
-        for note in [*plan.notes, *(table_notes(table) if plan.range.is_nonempty else ())]:
+        for note in [*plan.notes, *(table_notes(table, form) if plan.range.is_nonempty else ())]:
             click.echo(printable(note), err=True)
         if not plan.range.is_nonempty:
             raise SystemExit(FAILED)
@@ -289,8 +289,16 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
         click.echo(f"{counted(count, 'charge')} as before: {reason}", err=True)
 
 
-def table_notes(table: Table) -> Iterator[str]:
-    """Notes on a table: that it is empty or names no team, what is not final, does not add up, or has no price."""
+_NOT_FINAL_SHOWN = {
+    "text": "rows that have some of them are marked with *",
+    "csv": "of rows that have some of them, final is false",
+    "json": "not_final_ms has their beginnings",
+}
+
+
+def table_notes(table: Table, form: Literal["text", "csv", "json"] = "text") -> Iterator[str]:
+    """Notes on a table: that it is empty or names no team, what is not final, does not add up, or has no price.
+    ``form`` is how it is written."""
     if not table.gpus:
         yield "nothing is known of this time: does `gpustream stream usage` run?"
     if table.by == "team" and [row.by for row in table.rows() if row.category == "held"] == [NO_TEAM]:
@@ -301,7 +309,7 @@ def table_notes(table: Table) -> Iterator[str]:
     if table.growing:
         yield (
             f"not final: {counted(len(table.growing), 'window')} from {utc(min(table.growing))} on may still change;"
-            " rows that have some of them are marked with *"
+            f" {_NOT_FINAL_SHOWN[form]}"
         )
     if table.open_windows:
         yield f"the parts of {counted(table.open_windows, 'window')} of a GPU do not add up to the whole"

@@ -114,7 +114,17 @@ def test_the_text_closes_and_fits_a_terminal(kafka: str, tmp_path: Path) -> None
     assert next(line for line in lines if line.startswith("all")).split()[1:] == [
         "4.00", "0.95", "0.02", "100.0%", "0.70", "12.00",
     ]  # fmt: skip
-    assert "not final: 1 window from 2026-11-20 01:00Z on may still change" in result.stderr
+    assert "not final: 1 window from 2026-11-20 01:00Z on may still change; rows that have" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [("text", "marked with *"), ("csv", "final is false"), ("json", "not_final_ms has their beginnings")],
+)
+def test_where_a_form_shows_what_is_not_final_is_said(kafka: str, form: str, shown: str) -> None:
+    result = _usage(kafka, "--from", FROM, "--to", TO, "--by", "pod", "--format", form)
+
+    assert [line for line in result.stderr.splitlines() if "not final" in line and shown in line]
 
 
 def test_a_bill_is_divided_and_what_became_of_its_charges_is_said(kafka: str, tmp_path: Path) -> None:
