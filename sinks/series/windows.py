@@ -10,7 +10,7 @@ since the tick before is written of every tick, because its values add up.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import add
@@ -100,15 +100,27 @@ class NodeWindow:
         self._aggregate(groups)
 
     def written(self) -> tuple[list[Key], list[SampleGroup]]:
-        """The keys and the groups of the window: the last values, then the aggregates."""
+        """The keys and the groups of the window: the last values, then the aggregates.
+
+        Relabelling may make a device's aggregate equal to what the driver says of another: then that is written.
+        """
         keys, groups = list(self._keys), list[SampleGroup]()
-        aggregates: list[SampleGroup] = []
+        aggregates: list[tuple[Key, SampleGroup]] = []
         for key, group in zip(self._keys, self._groups, strict=True):
             last, *of_gauges = self._closed(group)
             groups.append(last)
-            aggregates += of_gauges
-            keys += [("between", *((key,) if isinstance(key, str) else key))] * len(of_gauges)
-        return keys, [*groups, *aggregates]
+            aggregates += [(("between", *((key,) if isinstance(key, str) else key)), added) for added in of_gauges]
+        names = {row.name for rows in {last.series.rows for last in groups} for row in rows}
+        if any(row.name in names for _, added in aggregates for row in added.series.rows):
+            written = {identity for last in groups for identity in self._identities(last.series)}
+            aggregates = [(key, rest) for key, added in aggregates for rest in self._without(written, added)]
+        return [*keys, *[key for key, _ in aggregates]], [*groups, *[added for _, added in aggregates]]
+
+    def _without(self, written: Collection[Hashable], group: SampleGroup) -> list[SampleGroup]:
+        """The group without the series of these identities; none if it has no others."""
+        identities = self._identities(group.series)
+        rows = [row for row, identity in enumerate(identities) if identity not in written]
+        return [group if len(rows) == len(identities) else group.part(rows)] if rows else []
 
     def _closed(self, group: SampleGroup) -> list[SampleGroup]:
         """What the window writes of a group: its last values and, if it has gauges, their aggregates."""
@@ -139,17 +151,10 @@ class NodeWindow:
         others. The same series may be an aggregate of the window in one tick, and one of the driver's in the next."""
         current = {group.series for group in groups}
         written = {identity for series in current for identity in self._written_identities(series)}
+        ended = [rest for closed in self.written()[1] for rest in self._without(written, closed)]
         so_far: dict[Hashable, _RowAggregates] = {}
-        ended: list[SampleGroup] = []
         for group in self._groups:
-            if group.series in current:
-                continue
-            for closed in self._closed(group):
-                identities = self._identities(closed.series)
-                rows = [row for row, identity in enumerate(identities) if identity not in written]
-                if rows:
-                    ended.append(closed if len(rows) == len(identities) else closed.part(rows))
-            if (aggregates := self._aggregates.pop(group.series, None)) is not None:
+            if group.series not in current and (aggregates := self._aggregates.pop(group.series, None)) is not None:
                 of_rows = dict(aggregates.by_row())
                 added = [of_rows[aggregates.rows[gauge]] for _, gauge in self._columns(group.series).added]
                 identities = self._written_identities(group.series)

@@ -190,6 +190,33 @@ def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
     assert write(ticks, Resolution(15_000, kinds), new_translator()) == truth(ticks, seen)
 
 
+@given(st.lists(st.tuples(st.sampled_from([1, 3, 9, 40]), devices), max_size=10), st.sampled_from([ALL, ("max",)]))
+def test_a_series_that_is_an_aggregate_of_one_device_and_the_drivers_of_an_equal_one_is_written_once_at_a_time(
+    steps: list[tuple[int, list[dict[str, Any]]]], kinds: tuple[Aggregate, ...]
+) -> None:
+    relabelling = Relabelling([load(RULES["equal devices"], "rules.yml")])
+    seconds = itertools.accumulate(after for after, _ in steps)
+    ticks = [tick(n, second, *of_step) for n, (second, (_, of_step)) in enumerate(zip(seconds, steps, strict=True), 1)]
+    translator_of_all = Translator([PROFILES["otel"]], relabelling=relabelling)
+    points_by_series = write(ticks, Resolution(15_000, kinds), translator_of_all)
+
+    for points_of_one in points_by_series.values():
+        times = [ts_ms for ts_ms, _ in points_of_one]
+        assert times == sorted(set(times))
+
+
+def test_the_drivers_maximum_of_one_device_is_written_and_not_the_equal_aggregate_of_another() -> None:
+    relabelling = Relabelling([load(RULES["equal devices"], "rules.yml")])
+    equal = [device("GPU-a", metrics={"power_watts": 5.0}), device("GPU-b", metrics={"power_max_watts": 9.0})]
+    ticks = [tick(1, 1, *equal), tick(2, 14, *equal), tick(3, 16, *equal), tick(4, 17), tick(5, 31)]
+    points_by_series = write(
+        ticks, Resolution(15_000, ("max",)), Translator([PROFILES["otel"]], relabelling=relabelling)
+    )
+    (maximum,) = [points for series, points in points_by_series.items() if ("__name__", "gpu_power_draw_max") in series]
+
+    assert maximum == [(EPOCH_MS + 14_000, 9.0), (EPOCH_MS + 16_000, 9.0), (EPOCH_MS + 17_000, END)]
+
+
 def test_a_spike_of_one_tick_is_in_the_maximum_and_nowhere_else() -> None:
     values = [0.1] * 7 + [0.9] + [0.1] * 7 + [0.2]
     ticks = [tick(n, n, device(metrics={"gpu_utilization_ratio": value})) for n, value in enumerate(values)]
