@@ -324,14 +324,14 @@ class Translator:
             for new, old in zip(metrics, last.metrics if last is not None else (), strict=False):
                 new.layout = old.layout if new.names is old.names else None
         count = None if (device.attribution or attribution) == "none" else len(pods or by_pod(holders))
-        counts = self._counts(device, count, cache)
+        counts = self._counts(device, count, cache, before=last.held.device if last is not None else device)
         held = HeldDevice(node, device, holders, pods, bare, identity.holder)
         labelled = LabelledDevice(held, attribution, counts, identity, own_pairs, metrics, parts)
         cache.devices[device.uuid] = labelled
         return labelled
 
-    def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache) -> Counts:
-        """A device's holders and XID errors, beside its metrics.
+    def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache, *, before: SeriesDevice) -> Counts:
+        """A device's holders and XID errors, beside its metrics. ``before``: the device in the last tick.
 
         The code of the last error is 0 if the producer has seen none. It is None if there were errors of several codes
         before this sink's first tick, or in ticks that did not come: which came last is unknown then.
@@ -343,15 +343,17 @@ class Translator:
         if not self._has_last_xid:
             return of_holders, xids, None
         event_codes = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
-        counted_codes = [float(code) for code in device.xids if code.isdecimal()]
+        counts = {code: count for code, count in device.xids.items() if code.isdecimal()}
+        counts_before = before.xids if cache.last_xids.get(device.uuid) else {}
+        new_codes = [float(code) for code, count in counts.items() if count != counts_before.get(code)]
         if event_codes:
             cache.last_xids[device.uuid] = event_codes[-1]
-        elif not counted_codes:
+        elif not counts:
             cache.last_xids[device.uuid] = 0
-        elif not cache.last_xids.get(device.uuid):
+        elif new_codes:
             cache.last_xids.pop(device.uuid, None)
-            if len(counted_codes) == 1:
-                cache.last_xids[device.uuid] = counted_codes[0]
+            if len(new_codes) == 1:
+                cache.last_xids[device.uuid] = new_codes[0]
         return of_holders, xids, cache.last_xids.get(device.uuid)
 
     def _metric_sets(

@@ -142,6 +142,14 @@ def test_an_error_whose_tick_did_not_come_is_the_last_one_all_the_same() -> None
     assert xids({"info": INFO}, {"info": INFO, "xids": {"31": 1, "79": 1}})[1:] == [{"gpu_xid_errors": 2.0}]
 
 
+def test_a_later_error_whose_tick_did_not_come_is_the_last_one_too_if_its_code_is_known() -> None:
+    first = {"xids": {"79": 1}, "events": [{"kind": "xid", "code": 79}]}
+    missed: list[dict[str, int]] = [{"79": 1}, {"79": 1, "31": 1}, {"79": 2, "31": 1}, {"79": 3, "31": 2}]
+
+    codes = [tick.get("DCGM_FI_DEV_XID_ERRORS") for tick in xids(first, *[{"xids": counts} for counts in missed])]
+    assert codes == [79.0, 79.0, 31.0, 79.0, None]
+
+
 def test_a_code_of_more_digits_than_a_number_has_is_written_as_infinity() -> None:
     assert xids({"xids": {"9" * 5000: 1}}) == [{"DCGM_FI_DEV_XID_ERRORS": math.inf, "gpu_xid_errors": 1.0}]
 
