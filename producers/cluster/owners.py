@@ -324,7 +324,8 @@ class Owners:
         self._wake.set()
 
     async def _resolve(self, root_owner: PodOwner) -> None:
-        """Resolve one chain as far as possible now, and report it if more of it is known than before."""
+        """Resolve one chain as far as possible now, and report it if more of it is known than before, or that it has no
+        top."""
         root = self._roots.get(root_owner)
         if root is None:
             self._resolving.discard(root_owner)
@@ -344,7 +345,9 @@ class Owners:
             self._schedule(root_owner, 0.0)
             return
         root.open = not chain.complete and link.again_s is not None
-        if (chain.complete, len(owners)) > (root.reported.complete, len(root.reported.owners)):
+        has_no_top = not chain.complete and link.again_s is None
+        is_more = (chain.complete, len(owners)) > (root.reported.complete, len(root.reported.owners))
+        if is_more or (has_no_top and chain != root.reported):
             root.reported = chain
             self._on_chain(root_owner, chain)
         if link.again_s is not None:

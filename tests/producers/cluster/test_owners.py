@@ -217,6 +217,19 @@ async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_req
         await eventually(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
 
 
+async def test_a_ring_of_owners_that_could_not_be_read_before_is_reported_as_a_chain_without_a_top() -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
+        assert await bench.chain(JOB) == ["Job/eval-28"]
+        assert bench.complete == {"job-1": True}
+
+        bench.api.has(JOB_PATH, JOB, CRONJOB)
+        bench.api.has("/apis/batch/v1/namespaces/ml/cronjobs/eval", CRONJOB, JOB)
+        await bench.pass_s(AGAIN_S * 1.3)
+        assert bench.learned[1:] == [("job-1", ["Job/eval-28", "CronJob/eval"])]
+        assert bench.complete == {"job-1": False}
+
+
 async def test_however_many_kinds_a_tenant_invents_the_next_that_may_not_be_read_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
