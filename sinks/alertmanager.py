@@ -119,11 +119,14 @@ class ActiveAlerts:
         self._by_fingerprint.clear()
 
     def renamed(self, news: Iterable[Alert]) -> list[Alert]:
-        """The ends of open alerts whose labels an update changes: for an Alertmanager those are different alerts."""
+        """The ends of open alerts whose labels change: for an Alertmanager those are different alerts.
+
+        They change with an update, or if it fires again and a compaction has left nothing of its end.
+        """
         ends = []
         for alert in news:
             previous, _ = self._by_fingerprint.get(alert.fingerprint, (alert, 0))
-            if previous.is_open and previous.labels != alert.labels and previous.starts_at == alert.starts_at:
+            if previous.is_open and previous.labels != alert.labels:
                 ends.append(msgspec.structs.replace(previous, state="resolved", ends_at=datetime.now(UTC)))
         return ends
 

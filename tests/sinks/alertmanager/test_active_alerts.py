@@ -48,3 +48,12 @@ def test_an_alert_whose_severity_changes_ends_under_its_old_labels() -> None:
     (end,) = active.renamed([changed])
     assert (end.labels, end.is_open, end.starts_at) == (original.labels, False, original.starts_at)
     assert active.renamed([alert(revision=1)]) == []
+
+
+def test_an_alert_that_fires_again_under_other_labels_ends_under_the_old_ones_though_nothing_said_that_it_ended() -> (
+    None
+):
+    active, again = ActiveAlerts(), alert(starts_ms=START_MS + 1, labels={"k8s_pod_name": "renamed"})
+    active.put(alert(), START_MS)
+    (end,) = active.renamed([again])
+    assert (end.labels, end.is_open, end.starts_at) == (alert().labels, False, alert().starts_at)
