@@ -40,7 +40,8 @@ _METADATA_MS = 20_000
 
 
 class Tail:
-    """Reads topics, each from where ``from_`` says. ``on_records`` gets each topic's records as they come.
+    """Reads topics, each from where ``from_`` says. ``on_records`` gets each topic's records as they come. Before those
+    of a topic that was missing and is back, ``on_new_log`` gets its name.
 
     All that was there at ``read_to_end_s`` has been read, by the clock that never steps back.
     """
@@ -52,8 +53,9 @@ class Tail:
         on_records: Callable[[str, Sequence[Record]], None],
         *,
         client_id: str,
+        on_new_log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._connection, self._from, self._on_records = connection, from_, on_records
+        self._connection, self._from, self._on_records, self._on_new_log = connection, from_, on_records, on_new_log
         self._client_id = client_id
         self._check = TopicCheck(connection, TopicAccess(tuple(from_)))
         self._offsets = OffsetClient(connection, client_id=client_id)
@@ -126,6 +128,8 @@ class Tail:
                     names = ", ".join(sorted(returned))
                     log.warning("%s: was missing and is back; reading its log from its start", names)
                     back = [tp for tp in tps if self._connection.prefixed(tp.topic) in returned]
+                    for topic in dict.fromkeys(tp.topic for tp in back):
+                        self._on_new_log(topic)
                     for tp, offset in (await self._find_starts(back)).items():
                         consumer.seek(to_kafka(self._connection, tp), offset)
                     self._topic_watch.missing -= returned

@@ -305,6 +305,11 @@ class Fleet:
             self._alerts[key] = alert
         self.alerts_version += before is not None or key in self._alerts
 
+    def clear_alerts(self) -> None:
+        """Show no alert any more."""
+        self._alerts.clear()
+        self.alerts_version += 1
+
     def alerts(self) -> list[Alert]:
         """The open alerts, the critical ones first, then the newest."""
         newest_first = sorted(self._alerts.values(), key=lambda alert: -epoch_ms(alert.starts_at))

@@ -80,7 +80,8 @@ class PageSink:
             ALERTS.name: "earliest",
             HOURS.name: USAGE_HOURS * 3600.0,
         }
-        self.tail = Tail(settings.connection(), from_, self.handle, client_id=f"gpustream-sink-{self.name}")
+        client_id = f"gpustream-sink-{self.name}"
+        self.tail = Tail(settings.connection(), from_, self.handle, client_id=client_id, on_new_log=self.begin_again)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError and MustRestart."""
@@ -146,6 +147,11 @@ class PageSink:
                 counter(DROPPED, "undecodable").inc()
             else:
                 counter(DELIVERED if is_new else DUPLICATE).inc()
+
+    def begin_again(self, topic: str) -> None:
+        """Forget the alerts if their topic was created again: the new log has no ends of those in the old one."""
+        if topic == ALERTS.name:
+            self.fleet.clear_alerts()
 
     async def _expire(self) -> None:
         last_hour = 0

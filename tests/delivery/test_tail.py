@@ -117,7 +117,11 @@ async def reading(taken: list[str]) -> AsyncIterator[tuple[Tail, "asyncio.Task[N
     def take(_: str, records: Sequence[Any]) -> None:
         taken.extend(record.value for record in records)
 
-    tail = Tail(Connection("127.0.0.1:1"), {TICKS: "earliest", ALERTS: "earliest"}, take, client_id="c")
+    def begin_again(topic: str) -> None:
+        taken.append(f"a new log of {topic}")
+
+    connection, from_ = Connection("127.0.0.1:1"), {TICKS: "earliest", ALERTS: "earliest"}
+    tail = Tail(connection, from_, take, client_id="c", on_new_log=begin_again)
     stop = asyncio.Event()
     running = asyncio.create_task(tail.run(stop))
     try:
@@ -143,7 +147,7 @@ async def test_the_log_of_a_topic_that_was_missing_for_a_moment_is_read_from_its
         kafka.during_a_poll = recreate
         await eventually(lambda: "new 4" in taken, unless=running)
 
-    assert taken == ["one more", *[f"new {number}" for number in range(5)]]
+    assert taken == ["one more", f"a new log of {TICKS}", *[f"new {number}" for number in range(5)]]
 
 
 async def test_a_log_that_becomes_shorter_before_it_was_read_to_its_end_is_read_to_its_new_end(kafka: Kafka) -> None:

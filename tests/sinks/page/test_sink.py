@@ -65,6 +65,17 @@ def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
     assert (len(sink.fleet.nodes), len(sink.fleet.alerts()), len(sink.fleet.usage())) == (1, 1, 1)
 
 
+def test_the_alerts_of_a_log_that_is_gone_are_not_shown_any_more() -> None:
+    sink, fired = PageSink(SETTINGS), alert()
+    sink.handle("gpu.alerts", [ConsumedRecord(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())])
+    version = sink.fleet.alerts_version
+    sink.begin_again("gpu.attributed")
+    assert len(sink.fleet.alerts()) == 1
+    sink.begin_again("gpu.alerts")
+    assert sink.fleet.alerts() == []
+    assert sink.fleet.alerts_version > version
+
+
 def test_what_comes_after_all_was_read_is_not_silent_although_this_hosts_clock_is_ahead() -> None:
     sink, began_s = PageSink(SETTINGS), time.monotonic()
     records = [ConsumedRecord(seq, msgspec.json.encode(tick(seq, device("GPU-a")))) for seq in (1, 2)]
