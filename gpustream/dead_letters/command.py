@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import click
 import msgspec
@@ -145,11 +145,19 @@ def group_of(letter: Letter) -> LetterGroup:
 
 def merge_groups(first: LetterGroup, second: LetterGroup) -> LetterGroup:
     """Merges two groups; a field in which they differ becomes ``several``."""
-    fields = ("stage", "topic", "reason", "key")
-    changes: dict[str, Any] = {name: "several" for name in fields if getattr(first, name) != getattr(second, name)}
-    changes |= {"letters": first.letters + second.letters, "sent_again": first.sent_again + second.sent_again}
+
+    def common(text: str, other: str) -> str:
+        return text if text == other else "several"
+
     newer = first if first.last > second.last else second
-    return newer._replace(**changes)
+    return newer._replace(
+        letters=first.letters + second.letters,
+        sent_again=first.sent_again + second.sent_again,
+        stage=common(first.stage, second.stage),
+        topic=common(first.topic, second.topic),
+        reason=common(first.reason, second.reason),
+        key=common(first.key, second.key),
+    )
 
 
 @dead_letters.command("show", cls=Command, example="gpustream dead-letters show 3:17 --kafka kafka-0:9092")
