@@ -255,7 +255,7 @@ class PartitionReplay:
         for record in records:
             if not record.final or not _contains(self._hours, record):
                 continue
-            if record.end_ms - record.start_ms == MINUTE_MS:
+            if _is_minute(record):
                 minutes.append(record)
                 continue
             due += [minute for minute in minutes if minute.end_ms <= record.end_ms]
@@ -299,6 +299,11 @@ def _contains(hours: Range, record: "Usage | _WindowHead") -> bool:
     return hours.from_ms <= record.start_ms and record.end_ms <= hours.to_ms
 
 
+def _is_minute(record: "Usage | _WindowHead") -> bool:
+    """Whether a record is of gpu.usage-minutes. The others are of gpu.usage, which has hours."""
+    return record.end_ms - record.start_ms == MINUTE_MS
+
+
 def _window_hash(record: Usage) -> int:
     return hash((record.cluster, record.node, record.gpu_uuid, record.start_ms, record.end_ms))
 
@@ -339,7 +344,7 @@ class UsageWriter:
                 if not _contains(self._hours, head):
                     continue
                 generation = max(generation, 1 + head.generation)
-                if head.end_ms - head.start_ms == MINUTE_MS and head.category != "unobserved" and head.device_ms:
+                if _is_minute(head) and head.category != "unobserved" and head.device_ms:
                     node = (head.cluster, head.node)
                     observed_ms[node] = min(head.start_ms, observed_ms.get(node, head.start_ms))
         nodes = PartitionReplay(self._hours, self._policy._replace(generation=generation), observed_ms)
@@ -348,8 +353,8 @@ class UsageWriter:
         async def write(final: Sequence[Usage]) -> None:
             for record in final:
                 written.note(record)
-            totals.hours += sum(record.end_ms - record.start_ms == HOUR_MS for record in final)
-            totals.minutes += sum(record.end_ms - record.start_ms == MINUTE_MS for record in final)
+            minutes = sum(map(_is_minute, final))
+            totals.hours, totals.minutes = totals.hours + len(final) - minutes, totals.minutes + minutes
             await self._send(tp.partition, final)
 
         async for records in self._reader.records({tp: ticks}, self._advanced, on_deleted=refuse_deleted):
@@ -366,5 +371,5 @@ class UsageWriter:
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
         for record in records:
-            topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
+            topic = MINUTES if _is_minute(record) else HOURS
             await self._writer.write(topic.name, msgspec.json.encode(record), record.key.encode(), partition)
