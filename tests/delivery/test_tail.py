@@ -120,8 +120,13 @@ async def reading(taken: list[str]) -> AsyncIterator[tuple[Tail, "asyncio.Task[N
     def begin_again(topic: str) -> None:
         taken.append(f"a new log of {topic}")
 
-    connection, from_ = Connection("127.0.0.1:1"), {TICKS: "earliest", ALERTS: "earliest"}
-    tail = Tail(connection, from_, take, client_id="c", on_new_log=begin_again)
+    tail = Tail(
+        Connection("127.0.0.1:1"),
+        {TICKS: "earliest", ALERTS: "earliest"},
+        take,
+        client_id="c",
+        on_new_log=begin_again,
+    )
     stop = asyncio.Event()
     running = asyncio.create_task(tail.run(stop))
     try:
