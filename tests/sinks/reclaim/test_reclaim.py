@@ -168,13 +168,21 @@ async def test_a_jobset_is_suspended_and_not_its_jobs() -> None:
     assert world.api.changes == [(path, {"suspend": True})]
 
 
-async def test_a_jobset_that_has_completed_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    ("condition", "is_so", "states"),
+    [
+        ("Completed", "True", ["refused already"]),
+        ("Completed", "False", ["intended", "done"]),
+        ("StartupPolicyCompleted", "True", ["intended", "done"]),
+    ],
+)
+async def test_a_jobset_that_has_completed_is_left_alone(condition: str, is_so: str, states: list[str]) -> None:
     world = World("suspend")
-    conditions = {"conditions": [{"type": "Completed", "status": "True"}]}
+    conditions = {"conditions": [{"type": condition, "status": is_so}]}
     path = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/set"
     world.write(world.job(above=world.api.put(path, "JobSet", "jobset.x-k8s.io/v1alpha2", status=conditions)))
     await world.replica().run()
-    assert (world.states(), world.api.changes) == (["refused already"], [])
+    assert world.states() == states
 
 
 async def test_a_workload_of_kueue_without_content_does_not_end_the_sink() -> None:
@@ -197,6 +205,15 @@ async def test_the_job_of_a_cronjob_is_suspended_and_one_of_an_operator_is_not()
         assert world.states() == states
 
 
+async def test_of_two_jobs_of_a_cronjob_in_one_alert_none_is_suspended() -> None:
+    world = World("suspend")
+    top = world.api.put("/apis/batch/v1/namespaces/ml/cronjobs/nightly", "CronJob", "batch/v1")
+    first, second = world.job("nightly-1", above=top), world.job("nightly-2", above=top)
+    world.write(msgspec.structs.replace(first, gpus=first.gpus + second.gpus, idle=2, held=2))
+    await world.replica().run()
+    assert (world.states(), world.api.changes) == (["refused several_owners"], [])
+
+
 async def test_an_event_is_written_once_on_each_pod_and_on_the_workload() -> None:
     world = World("event")
     world.write(world.deployment())
@@ -217,9 +234,22 @@ def _mixed(world: World) -> None:
     world.api.put(POD, "Pod", "v1", owner=replica_set)
 
 
+async def test_no_event_is_written_about_pods_of_several_owners() -> None:
+    world = World("event")
+    world.write(world.deployment())
+    _mixed(world)
+    await world.replica().run()
+    assert (world.states(), world.api.events) == (["refused several_owners"], {})
+
+
+def _label_namespace(world: World) -> None:
+    world.api.objects["/api/v1/namespaces/ml"]["metadata"]["labels"] = {"gpustream.dev/alerts": "off"}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (_label_namespace, "opted_out"),
         (lambda w: annotate(w, POD, alerts="off"), "opted_out"),
         (lambda w: annotate(w, POD, alerts="whatever"), "opted_out"),
         (lambda w: annotate(w, POD, idle_after="10d"), "opted_out"),
@@ -367,12 +397,19 @@ async def test_what_keeps_a_workload_of_kueue_active_is_also_an_annotation_of_it
 
 
 @pytest.mark.parametrize(
-    ("when_scaled", "states"), [("Delete", ["refused unsupported"]), ("Retain", ["intended", "done"])]
+    ("when_scaled", "claims", "states"),
+    [
+        ("Delete", [{}], ["refused unsupported"]),
+        ("Retain", [{}], ["intended", "done"]),
+        ("Delete", [], ["intended", "done"]),
+    ],
 )
-async def test_a_statefulset_that_would_lose_its_volumes_is_left_alone(when_scaled: str, states: list[str]) -> None:
+async def test_a_statefulset_that_would_lose_its_volumes_is_left_alone(
+    when_scaled: str, claims: list[Json], states: list[str]
+) -> None:
     world = World("scale")
     policy = {"whenDeleted": "Retain", "whenScaled": when_scaled}
-    spec = {"replicas": 1, "volumeClaimTemplates": [{}], "persistentVolumeClaimRetentionPolicy": policy}
+    spec = {"replicas": 1, "volumeClaimTemplates": claims, "persistentVolumeClaimRetentionPolicy": policy}
     path = "/apis/apps/v1/namespaces/ml/statefulsets/notes"
     world.write(world.pods("notes", world.api.put(path, "StatefulSet", "apps/v1", spec=spec), 1))
     await world.replica().run()
