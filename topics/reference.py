@@ -156,7 +156,7 @@ def generate(files: Mapping[Path, str], module: str, arguments: Sequence[str]) -
             path.write_text(files[path], encoding="utf-8")
         return 0
     for path in stale_files:
-        sys.stderr.write(f"{path.name} is stale: run python -m {module}\n")
+        sys.stderr.write(f"{path} is stale: `make format` writes it\n")
     return 1 if stale_files else 0
 
 
