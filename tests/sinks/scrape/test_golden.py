@@ -205,7 +205,7 @@ def golden(profile: ProfileName) -> tuple[Path, str]:
 def test_a_profile_says_of_a_node_what_its_file_says(profile: ProfileName) -> None:
     path, text = golden(profile)
 
-    assert text == path.read_text()
+    assert text == path.read_text(), "if that is meant: python -m tests.sinks.scrape.test_golden"
 
 
 if __name__ == "__main__":  # writes the files, for whoever reads what has changed in them
