@@ -7,8 +7,8 @@ On failure: the child ends (librdkafka aborts if one consumer group mixes assign
 What it does not do, as Apache Kafka would:
 
 - no CreateTopics or other administration: a topic is there from the start, or made with 4 partitions on first use;
-- no topic settings: no compaction, no retention by time, no LogAppendTime (timestamps are the producer's), no largest
-  message but 100 MB a request;
+- no topic settings: no compaction, no retention by time, no LogAppendTime (timestamps are the producer's, and every
+  acknowledgement has the same one), no largest message but 100 MB a request;
 - **retention by size, not adjustable**: 5 MiB or 100,000 batches of a partition, as stored (so compressed ones count
   compressed), the oldest batch first and at once. A consumer further behind than that has its offset reset;
 - no offsets by time: a request for them returns none;

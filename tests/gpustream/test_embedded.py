@@ -13,6 +13,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from click.testing import CliRunner
 
+from delivery.connection import Connection
+from delivery.sender import Sender
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError
 from tests.eventually import LIMIT_S
@@ -92,6 +94,16 @@ async def test_a_partition_keeps_its_last_five_mebibytes(broker: EmbeddedBroker,
         consumer.assign([partition])
         first, end = await consumer.beginning_offsets([partition]), await consumer.end_offsets([partition])
     assert end[partition] - first[partition] == 10
+
+
+async def test_its_acknowledgements_are_not_taken_for_a_clock(
+    broker: EmbeddedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = Sender(Connection(broker.address), client_id="test")
+    await sender.start()
+    assert await (await sender.send(TOPIC, b"a", key=b"c/n")) >= 0
+    await sender.stop()
+    assert (sender.ahead_ms, caplog.messages) == (0, [])
 
 
 async def test_there_are_no_offsets_by_time(broker: EmbeddedBroker, producer: AIOKafkaProducer) -> None:
