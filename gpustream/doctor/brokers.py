@@ -353,9 +353,9 @@ def unreadable_reason(kafka: Kafka, topic_names: Iterable[str]) -> str:
     """Why these topics can't be read; empty if they can."""
     missing = [name for name in topic_names if name not in kafka.topics]
     if kafka.error or missing:
-        return kafka.error or f"there is no {missing[0]}"
+        return kafka.error or f"there is no {kafka.prefix}{missing[0]}"
     denied = [name for name in topic_names if not _may_be_read(kafka.topics[name])]
-    return f"{kafka.principal} may not read {denied[0]}" if denied else ""
+    return f"{kafka.principal} may not read {kafka.prefix}{denied[0]}" if denied else ""
 
 
 def readable_topics(topics: Mapping[str, kafka_admin.TopicDescription]) -> list[str]:

@@ -12,6 +12,7 @@ from delivery.kafka_admin import TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
+from gpustream.doctor.brokers import unreadable_reason
 from gpustream.doctor.components import components
 from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.readers import ATTRIBUTION
@@ -98,6 +99,13 @@ def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
 
     assert findings_of(situation).keys() == {"topics"}
     assert "run `gpustream topics create`" in only_finding(situation).next
+
+
+def test_why_records_are_not_looked_at_is_said_with_the_prefix_of_the_topics() -> None:
+    kafka = KAFKA._replace(prefix="prod.", topics={"a": TopicDescription(2, allowed=frozenset())})
+
+    assert unreadable_reason(kafka, ["b"]) == "there is no prod.b"
+    assert unreadable_reason(kafka, ["a"]) == "User:doctor may not read prod.a"
 
 
 def without(records: Iterable[Record], *seqs: int) -> list[Record]:
