@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from delivery import values
+from gpustream.chart import COMPONENTS
 from gpustream.comparison import is_ours
 from gpustream.doctor.kubernetes import CLUSTER_RIGHTS, LEASE_RIGHTS
 from gpustream.serve import STOP_WITHIN_S
@@ -179,6 +180,12 @@ def test_the_base_is_the_whole_pipeline_of_a_cluster() -> None:
 
 
 # What the containers run
+
+
+def test_every_stream_and_sink_is_run_in_a_cluster_by_a_manifest_and_by_the_chart() -> None:
+    commands = {*(f"stream {name}" for name in STREAMS), *(f"sink {name}" for name in SINKS)}
+    assert commands - {" ".join(thing.container["args"][:2]) for thing in SERVING} == set()
+    assert commands - set(COMPONENTS.values()) == set()
 
 
 @of_ours
