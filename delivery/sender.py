@@ -64,7 +64,7 @@ _RETRY_BACKOFF_MS = 500
 UNREADY_AFTER_S = 30.0  # a component whose records have waited for longer is not ready
 
 _LOG_APPEND_TIME = 1  # the broker's clock gave the record its time
-_NO_TIME_MS = 1234  # what librdkafka's mock cluster, the broker of `gpustream run`, says of every record
+_FIRST_CLOCK_MS = 1_577_836_800_000  # 2020; an earlier time is no clock's: the broker of `gpustream run` says 1234 ms
 _WRONG_CLOCK_MS = 60_000  # usage counts no tick that is further ahead of its log time
 
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -243,7 +243,7 @@ class Sender:
     def _compare_clocks(self, record: _PendingRecord, metadata: Any) -> None:
         """Note how this clock differs from the broker's, which gave the record its time between sending and now."""
         self.ahead_ms = 0
-        if metadata.timestamp_type == _LOG_APPEND_TIME and metadata.timestamp != _NO_TIME_MS:
+        if metadata.timestamp_type == _LOG_APPEND_TIME and metadata.timestamp >= _FIRST_CLOCK_MS:
             waited_ms = round((asyncio.get_running_loop().time() - record.since_s) * 1000)
             most_ms = now_ms() - metadata.timestamp
             self.ahead_ms = max(most_ms - waited_ms, min(most_ms, 0))

@@ -25,6 +25,7 @@ from tests.clock import run
 from tests.delivery.fake_producer import Cluster, FakeProducer
 from topics.topic import MAX_MESSAGE_BYTES
 
+NOW_MS = 1_796_000_000_000
 Scenario = Callable[[Sender, Cluster], Awaitable[None]]
 
 
@@ -65,14 +66,22 @@ def test_records_are_stored_in_the_order_of_their_sends_with_their_offsets() -> 
 
 
 @pytest.mark.parametrize(
-    ("ahead_ms", "shown_ms"), [(1_800_000, 1_800_000 - 1000), (-3_600_000, -3_600_000), (0, 0), (500, 0), (None, 0)]
+    ("ahead_ms", "shown_ms"),
+    [
+        (1_800_000, 1_800_000 - 1000),
+        (-3_600_000, -3_600_000),
+        (0, 0),
+        (500, 0),
+        (None, 0),
+        (NOW_MS - 1234, 0),  # a broker that has no clock
+    ],
 )
 def test_an_acknowledgement_shows_by_how_much_this_clock_is_at_least_ahead_or_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead_ms: int | None, shown_ms: int
 ) -> None:
     """The broker gives a record its time between the sending and the acknowledgement, here a second later."""
-    monkeypatch.setattr(module, "now_ms", lambda: 1_000_000_000)
-    now_ms = None if ahead_ms is None else lambda: 1_000_000_000 - ahead_ms
+    monkeypatch.setattr(module, "now_ms", lambda: NOW_MS)
+    now_ms = None if ahead_ms is None else lambda: NOW_MS - ahead_ms
     cluster = Cluster(away=asyncio.Event(), now_ms=now_ms)
 
     async def scenario(sender: Sender, cluster: Cluster) -> None:
