@@ -113,7 +113,7 @@ class Firings:
                 began = time_range.from_ms <= starts_ms < time_range.to_ms
                 last_ms = time_range.to_ms if ends_ms is None else min(ends_ms, time_range.to_ms)
                 lasted_ms = last_ms - max(time_range.from_ms, starts_ms)
-                if not began and (starts_ms >= time_range.to_ms or lasted_ms <= 0):
+                if not began and lasted_ms <= 0:
                     continue
                 row = sums.setdefault((alert.name, alert.labels.get("team", NO_TEAM)), [0, 0, 0])
                 row[0] += began
