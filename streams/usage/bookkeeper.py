@@ -292,7 +292,7 @@ class Bookkeeper:
             meter.slices, drawn = self._slices[gpu.uuid], None
             now_mj, last_mj, last_ms = gpu.energy_mj, meter.energy_mj, meter.at_ms
             if now_mj is not None:
-                if last_mj is not None and ts_ms > last_ms:
+                if last_mj is not None:
                     mj = now_mj - last_mj if now_mj >= last_mj else now_mj
                     if mj <= MOST_WATTS * (ts_ms - last_ms):
                         drawn = EnergyDrawn(last_ms, ts_ms, mj)
