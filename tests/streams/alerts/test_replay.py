@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device, Tick
+from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import DEFAULTS, device, holder, overlay, tick
 from topics.alerts import Alert
 from topics.times import epoch_ms
@@ -94,6 +95,15 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
     ]
     for state in ("firing", "resolved"):
         assert sorted(alert.name for alert in transitions if alert.state == state) == names
+
+
+def test_ticks_of_a_run_before_the_clock_was_set_back_that_are_read_again_are_repeats() -> None:
+    before = [tick(second, device(0)) for second in range(100, 110)]
+    after = [later(tick(second, device(0), run_id=2), offset=200 + second) for second in range(10)]
+    replay = Replay(DEFAULTS)
+    for moment in (*before, *after, *before, *after):
+        replay.judge(moment)
+    assert (replay.ticks, replay.repeats) == (20, 20)
 
 
 def silent(*ticks: Tick, logged_s: Sequence[float] | None = None) -> list[tuple[str, str]]:
