@@ -96,10 +96,10 @@ class Ledger:
         return slot
 
     def skip(self, tp: Partition, offset: int) -> None:
-        """Expect this offset next: before it are only markers that no reader gets, such as the end of a transaction."""
-        if offset > self._expected.get(tp, offset):
-            self._expected[tp] = offset
-        if tp in self._prefix and not self._windows[tp]:
+        """Expect this offset of an assigned partition next, or a later one that is expected already: before it are only
+        markers that no reader gets, such as the end of a transaction."""
+        self._expected[tp] = max(offset, self._expected[tp])
+        if not self._windows[tp]:
             self._prefix[tp] = self._expected[tp]
 
     def finish(self, slot: Slot) -> None:

@@ -260,7 +260,7 @@ class Reader:
         self._positions_checked_s, epoch = now_s, self.ledger.epoch
         for tp, position in (await self.group.positions(active.difference(records))).items():
             expected = self.ledger.expected(tp)
-            if epoch == self.ledger.epoch and expected is not None and position >= expected:
+            if epoch == self.ledger.epoch and expected is not None:
                 await self._count_deleted(tp, expected, position)
                 if epoch == self.ledger.epoch:
                     self.ledger.skip(tp, position)
