@@ -270,7 +270,7 @@ def _pruned(state: NodeState, offset: int) -> NodeState:
     marks = state.marks
     while len(marks) > 1 and marks[1].offset < offset:
         marks = marks[1:]
-    if len(marks) == len(state.marks) or marks[0].offset >= offset:
+    if len(marks) == len(state.marks):
         return state
     ts_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.pending]) - state.event_span_ms
     logged_ms = min([mark.logged_ms for mark in marks] + [tick.logged_ms for tick in state.pending]) - HORIZON_MS
