@@ -99,9 +99,10 @@ def test_a_rule_that_is_off_hides_nothing(off: str) -> None:
     assert names == ({"GPUCrashLoop"} if off == "GPUHeldIdle" else {"GPUHeldIdle"})
 
 
-def test_two_rules_of_one_kind_both_fire() -> None:
-    rules = overlay('[rules.Longer]\nkind = "held_idle"\nfor = "1h"\nseverity = "critical"')
-    assert [name for name, *_ in events_of((120, IDLE), rules=rules)] == ["GPUHeldIdle", "Longer"]
+@pytest.mark.parametrize(("minutes", "fired"), [(60, ["GPUHeldIdle", "Other"]), (12, ["Other", "GPUHeldIdle"])])
+def test_two_rules_of_one_kind_both_fire_and_do_not_wait_for_each_other(minutes: int, fired: list[str]) -> None:
+    rules = overlay(f'[rules.Other]\nkind = "held_idle"\nfor = "{minutes}m"\nseverity = "critical"')
+    assert [name for name, *_ in events_of((120, IDLE), rules=rules)] == fired
 
 
 def test_a_pod_that_works_six_minutes_an_hour_keeps_its_one_name() -> None:

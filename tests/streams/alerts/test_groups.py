@@ -19,7 +19,7 @@ from streams.alerts.rules.rule import Rules, Wording
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, mig, overlay, tick
 from topics.alerts import MEMBERS, Alert, AlertGroup, AlertReport, fingerprint, transition_id
-from topics.attributed import Holder, Workload, holder_of_job
+from topics.attributed import AttributedEvent, Holder, Workload, holder_of_job
 from topics.samples import Job
 from topics.times import MAX_TIME_MS, epoch_ms, time_of
 from topics.workloads import UnwellDevice
@@ -281,6 +281,9 @@ def test_gpus_that_go_at_once_are_one_alert_of_the_node_and_one_that_goes_alone_
     assert "8 GPUs of n are not there any more" in all_gone[0].annotations["summary"]
     one_gone = fired(SOON_RULES, (range(5), "n", eight), (range(5, 30), "n", eight[1:]))
     assert [(alert.labels["gpu_uuid"], alert.gpus) for alert in one_gone] == [(gpu(0), ())]
+    failed = device(1, events=(AttributedEvent("xid", 79, START_MS),), xids={"79": 1})
+    two_gone = fired(SOON_RULES, (range(1), "n", [eight[0], failed, *eight[2:]]), (range(1, 30), "n", eight[2:]))
+    assert [(alert.name, len(alert.gpus)) for alert in two_gone] == [("GPUXid", 0), ("GPUMissing", 2)]
 
 
 @pytest.mark.parametrize("rule", ["GPUMissing", "GPULost"])

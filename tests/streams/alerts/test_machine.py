@@ -244,6 +244,13 @@ def test_a_pod_that_ends_resolves_its_alert_at_once() -> None:
     assert life.written[-1].resolved_because == "pod_ended"
 
 
+def test_a_pod_that_a_late_tick_lacks_has_not_ended_for_certain() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    assert [life.step(tick(s, device(0, busy=0.0), attribution="late")) for s in range(30, 34)] == [[]] * 4
+    assert life.go(range(34, 60), IDLE) == []
+
+
 def test_a_device_whose_holders_are_not_known_ends_no_pod_though_those_of_others_are() -> None:
     life = Life()
     life.go(range(30), IDLE)
@@ -341,11 +348,11 @@ def test_what_the_api_server_says_of_a_lost_gpu_later_is_written_once() -> None:
     assert life.repeated == []
 
 
-def test_an_open_alert_is_written_again_every_day_and_is_the_same() -> None:
+def test_an_open_alert_is_written_again_every_day_and_is_the_same_with_evidence_and_without() -> None:
     life = Life()
     life.go(range(101), HOT)
     day_s = REPEAT_MS // 1000
-    assert life.go(range(120, 3 * day_s, 60), HOT) == []
+    assert life.go(range(120, 2 * day_s, 60), HOT) == life.go(range(2 * day_s, 3 * day_s, 60), UNKNOWN) == []
     assert life.repeated == life.written * 2
 
 
@@ -369,7 +376,7 @@ def test_a_resolved_alert_is_deleted_after_a_week_unless_it_fired_again() -> Non
 
 def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_once() -> None:
     life = Life()
-    life.go(range(3), BUSY)
+    life.go(range(3), HOT)
     assert life.state is not None
     for _ in range(2):
         life.take(machine.announce(machine.fire_node_silent(life.state, SHORT_RULES, 60_000)))
@@ -463,18 +470,18 @@ def test_a_node_that_is_gone_has_its_alerts_resolved_and_in_the_end_nothing_left
     assert machine.is_over(life.state)
 
 
-def test_of_a_node_in_maintenance_nothing_fires_and_what_fired_is_resolved() -> None:
+def test_of_a_node_in_maintenance_nothing_fires_and_what_fired_or_was_pending_has_ended() -> None:
     def maintained(plain: Tick) -> Tick:
         return msgspec.structs.replace(plain, node_labels={"gpustream.dev/maintenance": "new disks"})
 
-    life = Life()
-    assert life.go(range(30), IDLE) == [(23, "GPUHeldIdle", "firing")]
-    (end,) = life.step(maintained(tick(30, IDLE)))
+    life, hot = Life(), device(1, clock_event_reasons=0x40)
+    assert life.go(range(30), IDLE, hot) == [(23, "GPUHeldIdle", "firing")]
+    (end,) = life.step(maintained(tick(30, IDLE, hot)))
     assert (end.state, end.resolved_because) == ("resolved", "maintenance")
     assert [life.step(maintained(tick(s, IDLE))) for s in range(31, 100)] == [[]] * 69
     assert life.state is not None
     assert machine.fire_node_silent(life.state, SHORT_RULES, 3_600_000) is life.state
-    assert life.go(range(100, 130), IDLE) == [(120, "GPUHeldIdle", "firing")]
+    assert life.go(range(100, 130), IDLE, hot) == [(120, "GPUHeldIdle", "firing")]
 
 
 # -- what must hold of every story
