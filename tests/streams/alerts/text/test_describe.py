@@ -13,7 +13,8 @@ from streams.alerts.conditions.evaluate import evaluate
 from streams.alerts.conditions.finding import Facts, Finding
 from streams.alerts.memory import Memory, NodeAlerts, remember
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rule import KINDS, Rules
+from streams.alerts.text import describe as module
 from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, describe_silence, share_of
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, findings_in, gpu, holder, mig, overlay, tick
@@ -378,6 +379,11 @@ def test_the_mig_devices_of_a_silent_node_are_no_further_gpus() -> None:
     (rule,) = DEFAULTS.of("node_silent")
     state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
     assert "It had 1 GPU, held by 1 pod." in describe_silence(rule, state, memory)[1]["description"]
+
+
+def test_every_kind_has_its_sentences() -> None:
+    with_their_own_functions = {"held_idle", "node_silent"}
+    assert set(KINDS) - with_their_own_functions == set(module._TEMPLATES)
 
 
 def test_the_runbook_of_every_rule_is_there() -> None:
