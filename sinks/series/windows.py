@@ -25,7 +25,7 @@ Aggregate = Literal["min", "mean", "max"]
 """What a window writes of a gauge beside its last value."""
 
 _HELP: dict[Aggregate, str] = {"min": "Lowest value", "mean": "Mean of the values", "max": "Highest value"}
-_NO_QUANTITIES = ("", "bitmask", "code")
+_NO_QUANTITIES = ("", "bitmask", "code", "errors")  # a gauge of errors has those since the tick before
 _OF_EVERY_TICK: Subject = "errors"
 
 
@@ -139,8 +139,6 @@ class NodeWindow:
 
     def _aggregate(self, groups: Sequence[SampleGroup]) -> None:
         for series, _, values in groups if self._resolution.aggregates else ():
-            if series.subject == _OF_EVERY_TICK:
-                continue
             aggregates = self._aggregates.get(series)
             if aggregates is None:
                 aggregates = self._aggregates[series] = _Aggregates(_gauges(series.rows))
@@ -162,8 +160,7 @@ class NodeWindow:
                 so_far |= dict(zip(identities[len(group.series.rows) :], added, strict=True))
         self.ended += [group for group in ended if group.series.subject != _OF_EVERY_TICK]
         self.ended += [SampleGroup(series, ts_ms, [STALE] * len(values)) for series, _, values in ended]
-        aggregated = {series for series in current if series.subject != _OF_EVERY_TICK} if so_far else set()
-        for series in aggregated - self._aggregates.keys():
+        for series in (current if so_far else set()) - self._aggregates.keys():
             aggregates = self._aggregates[series] = _Aggregates(_gauges(series.rows))
             identities = self._written_identities(series)
             known = {row: so_far.get(identities[row], _NO_TICKS) for row in aggregates.rows}
@@ -174,8 +171,7 @@ class NodeWindow:
             aggregates.restore(known)
 
     def _columns(self, series: SeriesSet) -> "_Columns":
-        every_tick = series.subject == _OF_EVERY_TICK
-        return _columns_of(series.rows, () if every_tick else self._resolution.aggregates)
+        return _columns_of(series.rows, self._resolution.aggregates)
 
     def _written_identities(self, series: SeriesSet) -> list[Hashable]:
         """The identities of what the window writes of a set: of its series, then of their aggregates."""
