@@ -148,9 +148,9 @@ class World:
     def deployment(self, name: str = "web", pods: int = 2, replicas: int = 2, **meta: Any) -> Alert:
         """A Deployment whose pods idle; its alert."""
         base = "/apis/apps/v1/namespaces/ml"
-        top = self.api.put(
-            f"{base}/deployments/{name}", "Deployment", "apps/v1", spec={"replicas": replicas}, metadata=meta
-        )
+        status = {"conditions": [{"type": "Available", "status": "True"}]}
+        content: Json = {"spec": {"replicas": replicas}, "status": status, "metadata": meta}
+        top = self.api.put(f"{base}/deployments/{name}", "Deployment", "apps/v1", **content)
         middle = self.api.put(f"{base}/replicasets/{name}-1", "ReplicaSet", "apps/v1", owner=top)
         return self.pods(name, middle, pods)
 

@@ -21,6 +21,7 @@ from topics.alerts import Alert
 from topics.times import time_of
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/ml/deployments/web"
+NAMESPACE = "/api/v1/namespaces/ml"
 POD = "/api/v1/namespaces/ml/pods/web-0"
 KEPT = {"metadata": {"annotations": {"gpustream.dev/reclaim": "off"}}}
 """A template by which no pods are made yet: its Deployment is paused."""
@@ -228,10 +229,9 @@ async def test_an_event_is_written_once_on_each_pod_and_on_the_workload() -> Non
 
 
 def _mixed(world: World) -> None:
-    """One of the alert's pods belongs to another Deployment."""
-    world.deployment("other")
-    replica_set = world.api.objects["/apis/apps/v1/namespaces/ml/replicasets/other-1"]
-    world.api.put(POD, "Pod", "v1", owner=replica_set)
+    """One of the alert's pods belongs to a Job, which can't be scaled."""
+    world.job("other")
+    world.api.put(POD, "Pod", "v1", owner=world.api.objects["/apis/batch/v1/namespaces/ml/jobs/other"])
 
 
 async def test_no_event_is_written_about_pods_of_several_owners() -> None:
@@ -256,7 +256,8 @@ def _label_namespace(world: World) -> None:
         (lambda w: annotate(w, POD, idle_after="nonsense"), "opted_out"),
         (lambda w: annotate(w, POD, reclaim="off"), "opted_out"),
         (lambda w: annotate(w, DEPLOYMENT, reclaim="off"), "opted_out"),
-        (lambda w: annotate(w, "/api/v1/namespaces/ml", alerts="off"), "opted_out"),
+        (lambda w: annotate(w, NAMESPACE, alerts="off"), "opted_out"),
+        (lambda w: w.api.objects[NAMESPACE]["metadata"].update(labels={"gpustream.dev/alerts": "off"}), "opted_out"),
         (lambda w: w.api.objects[DEPLOYMENT]["spec"].update(template=KEPT), "opted_out"),
         (lambda w: w.api.objects.pop(POD), "changed"),
         (lambda w: w.api.put(POD, "Pod", "v1", metadata={"creationTimestamp": "2027-01-01T00:00:00Z"}), "changed"),
@@ -275,6 +276,13 @@ async def test_a_pod_that_has_changed_since_the_alert_or_has_opted_out_is_refuse
     await world.replica().run()
     assert (world.states(), world.api.changes) == ([f"refused {reason}"], [])
     assert world.log[0].message
+
+
+async def test_an_alert_that_names_no_pod_is_refused() -> None:
+    world = World("scale")
+    world.write(msgspec.structs.replace(world.deployment(), gpus=()))
+    await world.replica().run()
+    assert (world.states(), world.api.changes) == (["refused no_owner"], [])
 
 
 async def test_an_alert_that_is_old_resolved_of_another_rule_or_of_another_cluster_is_not_acted_on() -> None:
@@ -1148,7 +1156,7 @@ async def test_a_namespace_that_has_just_opted_out_is_left_alone() -> None:
     world.write(world.deployment())
     sink = world.replica()
     await sink.run()
-    world.api.put("/api/v1/namespaces/ml", "Namespace", "v1", metadata={"annotations": None})  # not read again yet
+    world.api.put(NAMESPACE, "Namespace", "v1", metadata={"annotations": None})  # not read again yet
     await sink.run(later_ms=HOUR_MS)
     await sink.run(later_ms=60_000)
     assert (world.states()[:1], world.api.changes) == (["planned"], [])
