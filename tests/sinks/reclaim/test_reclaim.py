@@ -242,14 +242,9 @@ async def test_no_event_is_written_about_pods_of_several_owners() -> None:
     assert (world.states(), world.api.events) == (["refused several_owners"], {})
 
 
-def _label_namespace(world: World) -> None:
-    world.api.objects["/api/v1/namespaces/ml"]["metadata"]["labels"] = {"gpustream.dev/alerts": "off"}
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_label_namespace, "opted_out"),
         (lambda w: annotate(w, POD, alerts="off"), "opted_out"),
         (lambda w: annotate(w, POD, alerts="whatever"), "opted_out"),
         (lambda w: annotate(w, POD, idle_after="10d"), "opted_out"),
