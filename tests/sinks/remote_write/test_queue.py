@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -108,13 +109,17 @@ async def test_a_node_whose_last_tick_was_refused_goes_alone_until_one_is_accept
     assert len(alone) == len(["found out", "refused", "refused", "accepted"])
 
 
-async def test_a_tick_of_other_series_goes_alone() -> None:
+@pytest.mark.parametrize(
+    ("after", "ended"),
+    [([device(pod="q")], len(SERIES) + len(["gpu_pod_info"])), ([device(pod="p"), device("GPU-b")], 0)],
+)
+async def test_a_tick_of_other_series_goes_alone(after: list[dict[str, Any]], ended: int) -> None:
     setup = Setup(receiver := HeldReceiver())
-    pods = "p", "p", "p", "q", "q", "q"
-    await setup.deliver(*[record(sample(seq, device(pod=pod))) for seq, pod in enumerate(pods, 1)])
-    of_node = [[ts_ms for node, ts_ms in request if node != "pod"] for request in receiver.requests_seen]
-    assert [len(times) for times in of_node] == [1, 2, 1, 2]
-    assert setup.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
+    devices = [device(pod="p")], [device(pod="p")], [device(pod="p")], after, after, after
+    await setup.deliver(*[record(sample(seq, *of_tick)) for seq, of_tick in enumerate(devices, 1)])
+    times = [len({ts_ms for _, ts_ms in request}) for request in receiver.requests_seen]
+    assert times == [1, 2, 1, 2]
+    assert setup.receiver.markers() == ended
 
 
 async def test_a_node_of_which_something_is_left_out_sends_one_tick_at_a_time() -> None:
