@@ -18,7 +18,7 @@ from sinks.series.relabel_file import load
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from tests.docs.page import ROOT
-from tests.sinks.conftest import device, sample
+from tests.sinks.conftest import SERIES, device, sample
 from topics.profiles import PROFILES, ProfileName
 
 ValuesByLabels = dict[tuple[tuple[str, str], ...], float]
@@ -102,6 +102,15 @@ def test_a_marker_ends_the_series_that_was_sent() -> None:
     assert of_a
     assert ends(values_by_labels(second.groups)) == of_a
     assert not [name for name in values_by_labels(second.groups) if "pod" in dict(name)]
+
+
+def test_a_series_goes_on_when_a_label_that_only_it_has_becomes_one_of_the_whole_device() -> None:
+    rules = f"- {{source_labels: [__name__], regex: {UTIL}, target_label: kind, replacement: busy}}"
+    alone = device(metrics={"gpu_utilization_ratio": 1.0}, attribution="none")
+    _, second = play(OpenSeries(writer(rules)), sample(1), sample(2, alone))
+    values = values_by_labels(second.groups)
+    assert [dict(name)["__name__"] for name in values.keys() - ends(values)] == [UTIL]
+    assert len(ends(values)) == second.markers == len(SERIES) - 1
 
 
 def test_a_series_that_a_rule_drops_costs_nothing_and_has_no_end() -> None:
