@@ -256,10 +256,12 @@ async def test_no_event_is_written_about_pods_of_several_owners() -> None:
         (lambda w: w.api.objects[DEPLOYMENT]["spec"].update(template=KEPT), "opted_out"),
         (lambda w: w.api.objects.pop(POD), "changed"),
         (lambda w: w.api.put(POD, "Pod", "v1", metadata={"creationTimestamp": "2027-01-01T00:00:00Z"}), "changed"),
+        (lambda w: w.api.objects[POD]["metadata"].update(deletionTimestamp="2026-11-21T00:00:00Z"), "changed"),
         (lambda w: w.api.objects[POD].update(spec={"nodeName": "another"}), "changed"),
         (lambda w: w.api.objects[POD].update(status={"phase": "Succeeded"}), "changed"),
         (lambda w: w.api.objects[POD]["metadata"].pop("ownerReferences"), "no_owner"),
         (lambda w: w.api.objects[DEPLOYMENT]["spec"].update(replicas=0), "already"),
+        (lambda w: w.api.objects[DEPLOYMENT]["metadata"].update(deletionTimestamp="2026-11-21T00:00:00Z"), "changed"),
         (lambda w: w.api.objects[DEPLOYMENT]["metadata"].update(uid="another"), "unsupported"),
         (_mixed, "several_owners"),
     ],
@@ -273,11 +275,23 @@ async def test_a_pod_that_has_changed_since_the_alert_or_has_opted_out_is_refuse
     assert world.log[0].message
 
 
+async def test_a_workload_on_several_nodes_is_stopped() -> None:
+    world = World("scale")
+    firing = world.deployment()
+    gpus = [msgspec.structs.replace(gpu, node=f"n{number}") for number, gpu in enumerate(firing.gpus, 1)]
+    for number, gpu in enumerate(gpus):
+        world.api.objects[f"/api/v1/namespaces/ml/pods/web-{number}"]["spec"] = {"nodeName": gpu.node}
+    world.write(msgspec.structs.replace(firing, gpus=gpus))
+    await world.replica().run()
+    assert world.states() == ["intended", "done"]
+
+
 async def test_an_alert_that_names_no_pod_is_refused() -> None:
     world = World("scale")
-    world.write(msgspec.structs.replace(world.deployment(), gpus=()))
+    world.write(msgspec.structs.replace(world.deployment(), gpus=(), labels={"k8s_namespace_name": "ml"}))
     await world.replica().run()
     assert (world.states(), world.api.changes) == (["refused no_owner"], [])
+    assert world.log[0].message == "what GPUHeldIdle is about: the alert names no pod"
 
 
 async def test_an_alert_that_is_old_resolved_of_another_rule_or_of_another_cluster_is_not_acted_on() -> None:
@@ -349,6 +363,7 @@ async def test_a_workload_that_works_partly_is_left_alone_unless_the_namespace_a
         ("scale", 2, ["intended", "done"]),
         ("scale", 3, ["refused partly"]),
         ("scale, partly", 3, ["intended", "done"]),
+        ("event", 3, ["intended", "done"]),
     ],
 )
 async def test_a_deployment_with_a_pod_that_the_alert_does_not_know_is_left_alone(
