@@ -131,6 +131,7 @@ async def test_a_series_that_is_refused_is_named_once_left_out_for_ten_minutes_a
     await setup.deliver(*(tick(seq, gpus=1) for seq in range(1, 4)))
     ((_, _, headers),) = setup.sender.sent
     assert headers["error"].startswith(b"rejected: label too long: gpu_temperature{")
+    assert headers["error"].endswith(b"}")
     assert setup.ends() == {"dead_lettered": 1, "delivered": 2}
     assert setup.count("values_refused_total") == 1
     assert setup.count("values_left_out_total") == 2
@@ -149,6 +150,15 @@ async def test_a_series_that_is_refused_is_named_once_left_out_for_ten_minutes_a
     assert setup.count("series_left_out") == 0
     assert len(setup.receiver.values()["gpu_temperature"]) == 1
     assert setup.balanced()
+
+
+async def test_a_series_that_is_refused_later_than_others_is_left_out_too() -> None:
+    refused = {"gpu_temperature"}
+    setup = Setup(Receiver(lambda received_sample: "bad" if label(received_sample, "__name__") in refused else None))
+    await setup.deliver(tick(1), tick(2))
+    refused.add("gpu_power_draw")
+    await setup.deliver(tick(3), tick(4))
+    assert setup.ends() == {"dead_lettered": 2, "delivered": 2}
 
 
 async def test_a_record_of_which_all_is_left_out_is_dropped_and_costs_nothing() -> None:
