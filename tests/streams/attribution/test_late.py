@@ -75,8 +75,8 @@ def test_a_run_that_was_sampled_before_stands_in_although_the_clock_was_set_back
     start_ms = 2_000_000
     first = (named(1, 1, ts_ms=start_ms), tick(1, 1, run_id=1, ts_ms=start_ms))
 
-    later = tick(1, 1, run_id=2, ts_ms=start_ms + 1 - set_back_ms)
-    assert held_by(*first, later) == [("exact", "1/1"), ("late", "1/1")]
+    later = [tick(seq, 1, run_id=2, ts_ms=start_ms + seq - set_back_ms) for seq in range(1, 21)]
+    assert held_by(*first, *later) == [("exact", "1/1"), *[("late", "1/1")] * 20]
 
 
 def test_many_runs_that_wait_for_their_snapshots_at_the_same_time_all_go_on_without() -> None:

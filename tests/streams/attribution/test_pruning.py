@@ -116,6 +116,15 @@ def test_the_last_snapshot_of_the_run_before_is_kept_while_a_late_sample_may_nee
     assert [holder.pod for holder in joined_ticks[0].sample.devices[0].holders] == ["p"]
 
 
+def test_the_snapshots_of_the_next_run_are_kept_though_their_numbers_are_lower() -> None:
+    read_ahead = snapshot(1, container("p", gpu(0)), run_id=2)
+    ticks = pending(tick(1, 4), 0), pending(tick(2, 5, ts_ms=11_000), 1)
+    state, _ = run(join.NEW, snapshot(4), snapshot(5), read_ahead, *ticks, Committed(2))
+    _, joined_ticks = run(state, pending(tick(1, 1, run_id=2, ts_ms=12_000), 2), AllocationsRead(GRACE_S))
+
+    assert joined_ticks[0].sample.attribution == "exact"
+
+
 def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -> None:
     state = join.NEW
     for i in range(50):
