@@ -148,6 +148,18 @@ async def test_a_node_whose_request_hangs_holds_up_no_other_and_is_not_passed() 
     assert setup.ends() == {"delivered": 5}
 
 
+async def test_an_error_that_nobody_expects_in_a_request_is_raised_to_those_that_read() -> None:
+    class Broken(Receiver):
+        async def post(self, body: bytes, protocol: Protocol) -> Answer:
+            raise RuntimeError("a defect")
+
+    setup = Setup(Broken())
+    await given_to(setup.handler, setup, *ticks("a"))
+    await eventually(lambda: setup.queue.failure is not None)
+    with pytest.raises(RuntimeError, match="a defect"):
+        await given_to(setup.handler, setup)
+
+
 async def test_partitions_advance_together() -> None:
     setup = Setup(receiver := HeldReceiver(hold={"slow"}))
     ahead, further = setup.partition(), setup.partition()
