@@ -247,13 +247,14 @@ def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() 
 
 
 @pytest.mark.parametrize("run_id", [1, 2], ids=["the same run", "the next run of the producer"])
-def test_a_name_is_known_to_be_missing_whatever_snapshots_come_until_it_is_back(run_id: int) -> None:
+def test_a_name_is_known_to_be_missing_and_then_to_be_new_whatever_snapshots_come(run_id: int) -> None:
     away, other = snapshot(2, ts_ms=20_000), snapshot(3, container("q", gpu(1)), ts_ms=20_500)
-    back = snapshot(4, container("p", gpu(0)), ts_ms=21_000, run_id=run_id)
-    records = logged(workloads(1, OLD), 0), SNAPSHOT, away, other, back
-    last = pending(tick(1, 4, ts_ms=21_000, run_id=run_id), watermark_ms=8_000)
-    state, joined_ticks = run(join.NEW, *records, last)
-    assert (joined_ticks, state.needed_ms) == ([], 12_000)
+    containers = container("p", gpu(0)), container("p", gpu(1), name="side")
+    back = [snapshot(4 + n, *containers[: n + 1], ts_ms=21_000 + n, run_id=run_id) for n in range(2)]
+    for n in range(2):
+        last = pending(tick(1, 4 + n, ts_ms=21_000 + n, run_id=run_id), watermark_ms=8_000)
+        state, joined_ticks = run(join.NEW, logged(workloads(1, OLD), 0), SNAPSHOT, away, other, *back, last)
+        assert (joined_ticks, state.needed_ms) == ([], 12_000)
 
 
 def test_the_watermark_is_below_the_last_record_and_never_falls() -> None:
@@ -264,6 +265,23 @@ def test_the_watermark_is_below_the_last_record_and_never_falls() -> None:
     watermark.add_ends(1.0, 1, 1)
     watermark.read_to(1)
     assert watermark.ms == 9_999
+
+
+def test_a_sample_of_a_backlog_raises_the_watermark_to_half_a_second_before_it() -> None:
+    watermark = Watermark()
+    watermark.add_ends(0.0, 0, 5)
+    watermark.add_ends(1.0, 0, 5)
+    watermark.read_to(0)
+    watermark.sample_read(4, 10_000, 2.0)
+    assert watermark.ms == 9_500
+
+    watermark.forget()  # the offsets may be those of another log
+    watermark.sample_read(4, 20_000, 3.0)
+    assert watermark.ms == 9_500
+    watermark.add_ends(3.0, 0, 5)
+    watermark.read_to(0)
+    watermark.sample_read(4, 30_000, 4.0)
+    assert watermark.ms == 19_500
 
 
 def test_without_evidence_of_a_new_pod_it_is_the_old_one() -> None:
@@ -371,6 +389,15 @@ def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     _, joined_ticks = run(join.NEW, logged(workloads(1, pod("p", ended=20_000), pod("q"))), shared, listed(1, 60_000))
 
     assert pods_held(joined_ticks) == [["q"]]
+
+
+def test_beside_a_pod_that_is_over_one_that_is_not_known_yet_is_waited_for() -> None:
+    shared = snapshot(1, container("p", gpu(0)), container("q", gpu(0)))
+    state, joined_ticks = run(join.NEW, OVER, shared, listed(1, 60_000, 8_000))
+    assert (joined_ticks, state.needed_ms) == ([], 12_000)
+
+    q = logged(workloads(2, pod("p", ended=20_000), pod("q")), 9_000)
+    assert pods_held(run(state, q)[1]) == [["q"]]
 
 
 @pytest.mark.parametrize(
