@@ -234,8 +234,9 @@ def test_a_minor_number_that_two_gpus_claim_names_neither() -> None:
     assert index.find(parse(GPU_A)) == GPU_A
 
 
-def test_an_id_without_a_compute_instance_means_the_first() -> None:
-    index = DeviceIndex([mig(MIG_1, GPU_A, 0, 1, 1), mig(MIG_2, GPU_A, 0, 1, 0)])
+@pytest.mark.parametrize("first", [0, None])
+def test_an_id_without_a_compute_instance_means_the_first(first: int | None) -> None:
+    index = DeviceIndex([mig(MIG_1, GPU_A, 0, 1, 1), mig(MIG_2, GPU_A, 0, 1, first)])
 
     assert index.find(parse("nvidia0/gi1")) == MIG_2
     assert index.find(parse(f"MIG-{GPU_A}/1/1")) == MIG_1
