@@ -16,7 +16,7 @@ from producers.publisher import (
     NodePublisher,
 )
 from producers.records import RetryBuffer
-from tests.eventually import settle
+from tests.eventually import eventually, settle
 from tests.producers.fakes import (
     CLUSTER,
     DROP_REASONS,
@@ -249,6 +249,16 @@ async def test_a_snapshot_in_use_is_sent_again_unchanged_after_five_minutes() ->
 
     assert repeats == [first, first]
     assert bench.seqs() == [1, 2, 3, 4, 5]
+
+
+async def test_a_snapshot_is_sent_again_while_no_tick_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "RESEND_S", 0.01)
+    async with running(Bench(prompt=True)) as bench:
+        bench.publish("a")
+        await eventually(lambda: len(bench.sender.records(ALLOCATIONS)) > 2)
+    first, *repeats = bench.sender.records(ALLOCATIONS)
+    assert repeats == [first] * len(repeats)
+    assert bench.seqs() == [1]
 
 
 async def test_after_an_outage_the_snapshot_comes_before_the_samples_that_name_it() -> None:
