@@ -455,6 +455,8 @@ def seconds(*numbers: int, node: str = "n1", interval_ms: int | None = None) -> 
 async def test_what_is_in_a_window_that_is_not_over_is_not_finished() -> None:
     setup = in_windows()
     assert await setup.deliver_some(*seconds(1, 2, 3)) is None
+    await setup.handler.quiet(setup.abandon)
+    assert await setup.deliver_some() is None
     assert (setup.receiver.requests, setup.ends()) == (0, {})
 
     assert await setup.deliver_some(*seconds(*range(4, 10))) == 8

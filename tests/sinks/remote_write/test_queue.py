@@ -17,6 +17,7 @@ from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.queue import MAX_AHEAD_MS, STUCK_AFTER_S
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
+from sinks.series.windows import Resolution
 from tests.eventually import eventually
 from tests.sinks.conftest import SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, record
@@ -230,6 +231,23 @@ async def test_what_is_under_way_when_the_partition_goes_is_waited_for_and_nothi
     assert await leaving == [2]
     assert len(receiver.requests_seen) == 1
     assert setup.ends() == {"delivered": 1}
+
+
+async def test_windows_that_another_owner_gets_leave_room_when_the_partition_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup(receiver := HeldReceiver(hold={"a"}), resolution=Resolution(1_000))
+    setup.counted.read(5)
+    first, second, *others = ticks("a", "a", "a", "a")
+    await given_to(setup.handler, setup, first, second, *others)
+    await eventually(lambda: receiver.requests_seen)
+    setup.abandon.set()
+    receiver.hold = set()
+    assert await given_to(setup.handler, setup) == [2]
+    monkeypatch.setattr(module, "AHEAD_RECORDS", 2)
+    setup.abandon = asyncio.Event()
+    coming_back = asyncio.ensure_future(given_to(setup.handler, setup, second))
+    await eventually(coming_back.done)
 
 
 async def test_a_partition_that_comes_back_to_another_handler_has_its_series_while_an_old_request_hangs() -> None:
