@@ -23,6 +23,9 @@ from topics.profiles import PROFILES, ProfileName
 NOW = 1000.0
 MIB = 1 << 20
 
+LABELS = {"gpu_utilization": {"gpu_task_type": "compute"}, "gpu_temperature": {"gpu_temperature_sensor": "edge"}}
+"""Labels that tell a series from others of its name."""
+
 
 def reading(
     name: str, values: float | Sequence[float], labels: Mapping[str, str], *, every_s: float = 1.0, age_s: float = 0.0
@@ -77,6 +80,29 @@ def test_what_gpustream_said_earlier_was_only_read_at_another_time() -> None:
         "timing",
         "another name for the same; theirs is what gpustream said 3 s before",
     )
+
+
+def test_what_gpustream_said_later_was_only_read_at_another_time() -> None:
+    row = compared_row(
+        dcgm("DCGM_FI_DEV_GPU_UTIL", 93, age_s="3"),
+        otel("gpu_utilization", [0.2, 0.2, 0.2, 0.93, 0.2, 0.93], gpu_task_type="compute"),
+    )
+
+    assert row.reason.endswith("theirs is what gpustream said 1 s after")
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "our_name", "ours", "verdict"),
+    [
+        ("DCGM_FI_DEV_GPU_UTIL", 3, "gpu_utilization", 0.038, "same"),  # they have whole percents
+        ("DCGM_FI_DEV_GPU_UTIL", 3.5, "gpu_utilization", 0.03, "value"),
+        ("DCGM_FI_DEV_GPU_TEMP", 33, "gpu_temperature", 33.9, "value"),
+    ],
+)
+def test_a_whole_number_of_a_larger_unit_may_be_rounded(
+    name: str, theirs: float, our_name: str, ours: float, verdict: str
+) -> None:
+    assert compared_row(dcgm(name, theirs), otel(our_name, ours, **LABELS[our_name])).verdict == verdict
 
 
 def test_what_gpustream_said_of_the_pod_before_counts_for_when_it_was_read() -> None:
