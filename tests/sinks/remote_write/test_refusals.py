@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.dead_letters import Abandoned
-from sinks.remote_write.policy import Answer, Protocol
-from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S
+from sinks.remote_write.policy import Answer, Protocol, Refusal
+from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S, Delivered, RequestSize
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import eventually
 from tests.sinks.conftest import SERIES, device, sample
@@ -152,13 +152,28 @@ async def test_a_series_that_is_refused_is_named_once_left_out_for_ten_minutes_a
     assert setup.balanced()
 
 
-async def test_a_series_that_is_refused_later_than_others_is_left_out_too() -> None:
-    refused = {"gpu_temperature"}
+async def test_each_series_is_left_out_for_ten_minutes_of_its_own() -> None:
+    names, refused = ("gpu_temperature", "gpu_power_draw", "gpu_memory_used"), set[str]()
     setup = Setup(Receiver(lambda received_sample: "bad" if label(received_sample, "__name__") in refused else None))
-    await setup.deliver(tick(1), tick(2))
-    refused.add("gpu_power_draw")
-    await setup.deliver(tick(3), tick(4))
-    assert setup.ends() == {"dead_lettered": 2, "delivered": 2}
+    for number, name in enumerate(names):
+        refused.add(name)
+        setup.now_s = 100.0 * number
+        await setup.deliver(tick(number, gpus=1))
+    refused.clear()
+    for number in range(3):
+        setup.now_s = LEFT_OUT_S + 100 * number
+        await setup.deliver(tick(3 + number, gpus=1))
+    written = setup.receiver.values()
+    seqs = [[(ts_ms - sample(0).ts_ms) // 1000 for ts_ms, _ in written[name]] for name in names]
+    assert seqs == [[3, 4, 5], [0, 4, 5], [0, 1, 5]]
+
+
+@pytest.mark.parametrize(("series", "more"), [(3, ""), (5, " and 2 more series")])
+def test_a_dead_letter_names_three_series_and_how_many_more_there_are(series: int, more: str) -> None:
+    rows = tuple(Row(f"m{number}") for number in range(series))
+    group = SampleGroup(SeriesSet((("node", "a"),), rows), 5, [1.0] * series)
+    text = Delivered(refused=[(group, Refusal("rejected", "too long"))]).describe()
+    assert text == f'rejected: too long: m0{{node="a"}}, m1{{node="a"}}, m2{{node="a"}}{more}'
 
 
 async def test_a_record_of_which_all_is_left_out_is_dropped_and_costs_nothing() -> None:
@@ -276,6 +291,15 @@ async def test_of_a_tick_that_is_there_already_nothing_is_left_out_if_the_text_t
     assert after.count("series_left_out") == 0
 
 
+async def test_ticks_that_the_receiver_kept_of_a_refused_request_are_delivered() -> None:
+    setup = Setup(Receiver(REFUSALS["all of one node"], kind=Kind("1.0", partial=True)), max_samples=10_000)
+    await setup.deliver(tick(0))
+    later = tick(1), tick(1, node=2), tick(2)
+    far = 100_000  # so far that no earlier process can have sent them
+    await setup.deliver(*[read._replace(offset=far + read.offset) for read in later])
+    assert setup.ends() == {"delivered": 3, "dead_lettered": 1}
+
+
 async def test_a_series_is_not_left_out_before_its_dead_letter_is_there() -> None:
     setup = Setup(Receiver(REFUSALS["all of one node"]))
     await warm(setup)
@@ -380,6 +404,15 @@ async def test_requests_grow_again_a_tenth_a_minute() -> None:
     grown = [later / earlier for earlier, later in itertools.pairwise(largest[1:])]
     assert all(1 <= growth <= 1.12 for growth in grown)
     assert largest[-1] > 4 * largest[1]
+
+
+def test_only_requests_of_nearly_the_size_let_it_grow() -> None:
+    size = RequestSize()
+    size.too_large(200, now_s=0.0)
+    size.accepted(89, GROWS_EVERY_S)
+    assert size.samples == 100
+    size.accepted(90, GROWS_EVERY_S)
+    assert size.samples == 110
 
 
 Bad = set[tuple[int, int]]
