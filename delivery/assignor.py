@@ -78,7 +78,7 @@ class CoPartitioned(AbstractPartitionAssignor):  # type: ignore[misc] # aiokafka
             }
             for member, numbers in assign_numbers(count, subscribers, previous).items():
                 assignments[member] |= dict.fromkeys(topics, numbers)
-        this_round = msgspec.json.encode(1 + max((claim.round for claim in claims.values()), default=0))
+        this_round = msgspec.json.encode(1 + max(claim.round for claim in claims.values()))
         return {
             member: ConsumerProtocolMemberAssignment(_VERSION, sorted(topics.items()), this_round)
             for member, topics in assignments.items()
@@ -105,10 +105,8 @@ def assign_numbers(
             owner.setdefault(number, member)
     assigned = {member: [n for n in previous[member][1] if owner[n] == member and n < count] for member in members}
     share, remainder = divmod(count, len(members))
-    for member in sorted(members, key=lambda member: (-len(assigned[member]), member)):
-        takes_one_more = remainder > 0 and len(assigned[member]) > share
-        remainder -= takes_one_more
-        del assigned[member][share + takes_one_more :]
+    for place, member in enumerate(sorted(members, key=lambda member: (-len(assigned[member]), member))):
+        del assigned[member][share + (place < remainder) :]
     for number in sorted(set(range(count)).difference(*assigned.values())):
         assigned[min(members, key=lambda member: (len(assigned[member]), member))].append(number)
     return assigned
