@@ -133,6 +133,12 @@ def test_topics_with_another_partition_count_are_distributed_separately() -> Non
     assert sorted(n for topics in assignments_by_member.values() for n in topics["workloads"]) == [0, 1, 2, 3, 4]
 
 
+def test_a_topic_that_was_deleted_keeps_no_other_from_being_assigned() -> None:
+    group = Group(samples=4, allocations=4, workloads=0)
+    group.join("a")
+    assert group.rebalance() == {"a": {"allocations": [0, 1, 2, 3], "samples": [0, 1, 2, 3], "workloads": []}}
+
+
 def test_a_topic_that_only_some_members_read_goes_to_those() -> None:
     group = Group(**dict.fromkeys(TOPICS, 4))
     group.join("new")
