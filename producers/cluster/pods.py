@@ -88,10 +88,8 @@ def known_pod(pod: objects.Pod, selection: Selection, before: KnownPod | None, n
 
 
 def unwell(status: objects.PodStatus) -> tuple[UnwellDevice, ...]:
-    """The devices of a running pod that its status reports as ``Unhealthy``. ``Unknown`` only means that a device has
-    no health check."""
-    if status.phase in ("Succeeded", "Failed"):
-        return ()
+    """The devices that a pod's status reports as ``Unhealthy``. ``Unknown`` only means that a device has no health
+    check."""
     devices: dict[UnwellDevice, None] = {}
     for container in status.container_statuses or ():
         for resource in container.allocated_resources_status or ():
