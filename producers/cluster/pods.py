@@ -215,9 +215,9 @@ class Pods:
         expired = []
         while self._expiry_queue and self._expiry_queue[0][0] <= now_ms:
             expires_ms, uid = heapq.heappop(self._expiry_queue)
-            pod = self._pods.get(uid)
-            if pod is not None and self._expires_ms.get(uid) == expires_ms:
+            if self._expires_ms.get(uid) == expires_ms:
                 del self._expires_ms[uid]
+                pod = self._pods[uid]
                 self._forget(pod)
                 expired.append(Change(pod, None))
         return expired
