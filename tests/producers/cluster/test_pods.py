@@ -53,8 +53,10 @@ def test_a_container_without_an_end_time_leaves_the_end_to_the_conditions() -> N
     status["initContainerStatuses"] = over("", "2026-03-01T12:00:01Z")["containerStatuses"]
     lost = {**status, "conditions": [{"lastTransitionTime": "2026-03-01T12:30:00Z"}]}
     evicted = {**lost, "containerStatuses": None, "initContainerStatuses": None}
+    never_began = {**status, "containerStatuses": over("", None)["containerStatuses"]}
 
     assert known_pod(status=status).ended_ms == START_MS + 10 * 60_000
+    assert known_pod(status=never_began).ended_ms == START_MS + 1_000
     assert known_pod(status=lost).ended_ms == known_pod(status=evicted).ended_ms == START_MS + 30 * 60_000
 
 
@@ -63,10 +65,10 @@ def test_why_a_pods_restarted_container_waits_is_reported_while_the_pod_runs() -
         state = {"running": {}} if reason is None else {"waiting": {"reason": reason}}
         return {"restartCount": restarts, "state": state}
 
-    containers = [container(3, "CrashLoopBackOff"), container(9, None), container(0, "ContainerCreating")]
+    containers = [container(1, "CrashLoopBackOff"), container(9, None), container(0, "ContainerCreating")]
     crashing = {"phase": "Running", "containerStatuses": containers}
     also = {**crashing, "initContainerStatuses": [container(5, "ImagePullBackOff")]}
-    expected = [("CrashLoopBackOff", 3), ("ImagePullBackOff", 5), (None, None), (None, None)]
+    expected = [("CrashLoopBackOff", 1), ("ImagePullBackOff", 5), (None, None), (None, None)]
     statuses = [crashing, also, {**also, "phase": "Failed"}, {**crashing, "containerStatuses": containers[1:]}]
     found = [known_pod(status=status) for status in statuses]
     assert [(pod.waiting, pod.restarts) for pod in found] == expected
