@@ -401,6 +401,15 @@ def test_a_flush_waits_for_sent_records_and_no_longer_than_its_limit() -> None:
     play(scenario)
 
 
+def test_a_stop_waits_for_what_was_sent() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        sent = await sender.send("t", b"a")
+        await sender.stop()
+        assert await sent == 0
+
+    play(scenario)
+
+
 def test_a_stop_in_an_outage_waits_for_its_limit_and_cancels_the_remaining_sends() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.away = asyncio.Event()
@@ -425,6 +434,9 @@ def test_a_stop_while_the_producer_is_replaced_ends_every_send_and_leaves_no_pro
         await sender.stop(timeout_s=1.0)
         assert first.cancelled()
         assert (await waiting).cancelled()
+        producers = len(cluster.producers)
+        await asyncio.sleep(60)
+        assert len(cluster.producers) == producers, "it goes on connecting"
 
     assert play(scenario).open() == []
 
