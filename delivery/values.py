@@ -45,13 +45,11 @@ class Address(NamedTuple):
 def milliseconds(text: str) -> int:
     """``500ms``, ``30s``, ``15m``, ``2h``, ``7d``, ``1h30m``; a bare number is seconds."""
     stripped = text.strip()
-    single = _DURATION.fullmatch(stripped)
-    if single is None and not (stripped and _DURATIONS.fullmatch(stripped)):
+    if not stripped or not (_DURATION.fullmatch(stripped) or _DURATIONS.fullmatch(stripped)):
         raise ValueError(
             f"{text[:80]!r} is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare number is seconds)"
         )
-    parts = [single.groups()] if single is not None else _DURATION.findall(stripped)
-    ms = sum(round(float(count) * _DURATION_MS[unit]) for count, unit in parts)
+    ms = sum(round(float(count) * _DURATION_MS[unit]) for count, unit in _DURATION.findall(stripped))
     if ms > _LONGEST_MS:
         raise ValueError(f"{text[:80]!r} is longer than ten years")
     return ms
@@ -169,16 +167,16 @@ def url(text: str) -> str:
 
 def header(text: str) -> tuple[str, str]:
     """``Name: value``. The error does not repeat the value, which may be a secret."""
-    key, colon, value = text.partition(":")
-    if not colon or not _HEADER_NAME.fullmatch(key.strip()) or not value.strip() or "\n" in value or "\r" in value:
+    key, _, value = text.partition(":")
+    if not _HEADER_NAME.fullmatch(key.strip()) or not value.strip() or "\n" in value or "\r" in value:
         raise ValueError("not a header such as 'X-Scope-OrgID: team-a'")
     return key.strip(), value.strip()
 
 
 def label(text: str) -> tuple[str, str]:
     """``NAME=VALUE``, a label of every series."""
-    name, equals, value = text.partition("=")
-    if not equals or not value or not _LABEL.fullmatch(name) or name.startswith("__"):
+    name, _, value = text.partition("=")
+    if not value or not _LABEL.fullmatch(name) or name.startswith("__"):
         raise ValueError(
             f"{text!r} is not a label such as region=eu: letters, digits and _ before the =, a value behind it"
         )
@@ -226,8 +224,8 @@ def lease(text: str) -> str | None:
     """``NAMESPACE/NAME``, or None for ``off``."""
     if text.strip().lower() == "off":
         return None
-    namespace, slash, name_ = text.strip().partition("/")
-    if not (namespace and slash and name_) or "/" in name_:
+    namespace, _, name_ = text.strip().partition("/")
+    if not (namespace and name_) or "/" in name_:
         raise ValueError(f"{text!r} is not NAMESPACE/NAME, such as gpustream/gpustream-cluster, or off")
     return text.strip()
 
