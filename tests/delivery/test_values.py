@@ -105,7 +105,7 @@ def test_a_header_is_a_name_and_a_value() -> None:
     assert values.header("X-Scope-OrgID:  team-a ") == ("X-Scope-OrgID", "team-a")
 
 
-@pytest.mark.parametrize("text", ["", "s3cret", ": s3cret", "A B: s3cret", "A:", "A: s3cret\r\nB: c"])
+@pytest.mark.parametrize("text", ["", "s3cret", ": s3cret", "A B: s3cret", "A:", "A: s3cret\nB: c", "A: s3cret\rB: c"])
 def test_a_refused_header_is_not_repeated_as_it_may_hold_a_secret(text: str) -> None:
     with pytest.raises(ValueError, match="not a header") as refused:
         values.header(text)
@@ -229,7 +229,7 @@ def test_a_duration_is_written_in_the_largest_unit_that_fits(seconds: float, tex
 
 @pytest.mark.parametrize(
     ("text", "ms"), [("500ms", 500), ("30s", 30_000), (" 15 m ", 900_000), ("2h", 7_200_000), ("7d", 604_800_000),
-                     ("90", 90_000), ("1.5h", 5_400_000), ("0", 0)]
+                     ("90", 90_000), ("1.5h", 5_400_000), ("0", 0), ("1h30m", 5_400_000), ("1d2h3m4s5ms", 93_784_005)]
 )  # fmt: skip
 def test_a_duration_is_read_in_whole_milliseconds(text: str, ms: int) -> None:
     assert values.milliseconds(text) == ms
