@@ -91,6 +91,13 @@ def test_a_mig_device_is_its_pods_and_says_where_it_is_from() -> None:
     }
 
 
+def test_what_is_not_known_of_a_device_is_no_label() -> None:
+    mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a"}
+    ((holding,),) = holdings_of(tick(1, device("MIG-1", holder("p"), model=None, mig=mig))).pods("ml", 0.0).values()
+
+    assert holding.labels == {"k8s_node_name": "n1", "gpu_uuid": "GPU-a", "gpu_mig_uuid": "MIG-1"}
+
+
 def test_a_mig_device_without_a_utilization_has_how_busy_its_engines_were() -> None:
     mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb"}
     busy = device("MIG-1", holder("p"), metrics={"graphics_engine_active_ratio": 0.4}, mig=mig)
@@ -106,6 +113,20 @@ def test_a_pod_is_gone_with_its_nodes_next_tick() -> None:
 
     assert holdings.pods("ml", 0.0) == {}
     assert holdings.namespaces() == []
+
+
+def test_the_pods_of_other_nodes_stay_when_a_node_has_none_any_more() -> None:
+    others = tick(1, device("GPU-b", holder("q")), node="n2")
+    holdings = holdings_of(tick(1, device("GPU-a", holder("p"))), others, tick(2, device("GPU-a")))
+
+    assert list(holdings.pods("ml", 0.0)) == ["q"]
+
+
+def test_of_two_pods_that_have_a_name_on_a_node_one_after_the_other_one_counts() -> None:
+    first, second = (holder("p", pod_uid=uid) for uid in ("u1", "u2"))
+    pods = holdings_of(tick(1, device("GPU-a", first), device("GPU-b", second))).pods("ml", 0.0)
+
+    assert len(pods["p"]) == 1
 
 
 def test_a_value_is_gone_when_it_is_thirty_seconds_old_and_the_age_on_arrival_counts() -> None:
