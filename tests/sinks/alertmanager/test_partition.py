@@ -118,6 +118,15 @@ async def test_what_is_written_again_is_not_reported_as_new() -> None:
     assert setup.ends() == {"duplicate": 3}
 
 
+async def test_a_record_that_can_not_be_read_changes_nothing_of_the_alert_of_its_key() -> None:
+    setup = Setup(FakeAlertmanager())
+    malformed = alert_record(b"{nonsense", 1, key=firing("a").fingerprint.encode())
+    await setup.deliver([*records(firing("a")), malformed])
+    assert setup.value("open_alerts") == 1
+    await setup.deliver(records(firing("a"), first=2))
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1, "duplicate": 1}
+
+
 async def test_after_a_start_what_is_open_is_reported_and_what_ended_lately_and_nothing_else() -> None:
     setup = Setup(FakeAlertmanager())
     ended_alert = over("gone")
@@ -297,7 +306,7 @@ async def test_a_refused_alert_is_sent_again_nevertheless_and_that_is_logged_onc
     assert len(setup.sender.sent) == 1
 
 
-async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a_search() -> None:
+async def test_an_alert_that_is_refused_costs_the_others_one_request_more_not_a_search_until_it_is_accepted() -> None:
     setup = Setup(FakeAlertmanager(bad=frozenset("h")))
     await setup.deliver(records(*[firing(pod) for pod in "abcdefgh"]))
     async with setup.resending():
@@ -305,7 +314,12 @@ async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a
         before = len(setup.manager.requests)
         setup.notifier._all_due()
         await eventually(lambda: setup.value("resent_total") == 16)
-    assert len(setup.manager.requests) == before + 2
+        assert len(setup.manager.requests) == before + 2
+        setup.manager.bad = frozenset()
+        for resent in (24, 32):
+            setup.notifier._all_due()
+            await eventually(lambda resent=resent: setup.value("resent_total") == resent)  # type: ignore[misc]
+    assert len(setup.manager.requests) == before + 2 + 2 + 1
 
 
 async def test_an_alertmanager_that_refuses_everything_is_reported_as_failing() -> None:
