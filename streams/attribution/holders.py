@@ -305,8 +305,6 @@ def divide(device: Device, holders: tuple[Holder, ...], owners: ProcessOwners | 
         *ratios, idle = utilization.amounts
         watts_used: list[Amount] = [watts_per_ratio * (ratio or 0) for ratio in ratios]
         power = _fit(watts, watts_used, utilization.absent, all_known=idle is not None)
-    if utilization is None and memory is None:
-        return Split(holders)
     unknown = [None] * (len(holders) + 1)
     columns = [unknown if shares is None else shares.amounts for shares in (utilization, memory, power)]
     *parts, rest = map(Parts, *columns)
