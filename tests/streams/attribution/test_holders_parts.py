@@ -151,7 +151,7 @@ def test_a_missing_value_of_a_process_without_a_pod_is_part_of_the_rest() -> Non
         (busy(process("a", 0.5, GIB)), ()),
         (msgspec.structs.replace(busy(process(None, 0.5, GIB)), info={"processes_visible": "false"}), (holder("a"),)),
         (device(process("a", 0.5, GIB)), (holder("a"),)),
-        (device(process("a", None, None), gpu_utilization_ratio=0.5, memory_used_bytes=1), (holder("a"),)),
+        (device(process("a", None, None), gpu_utilization_ratio=0.5, memory_used_bytes=1), (holder("a"), holder("b"))),
         (device(process("a", 0.5, 1), gpu_utilization_ratio=-0.5, memory_used_bytes=1e300), (holder("a"),)),
     ],
     ids=["no list", "no holder", "not visible", "no metrics", "processes say nothing", "impossible values"],
@@ -316,6 +316,7 @@ _own_processes = st.lists(
 )
 
 
+@example({"gpu_utilization_ratio": 1}, [process("a", ratio) for ratio in (0.3, 0.2, 0.1)])  # 0.6 only in this order
 @given(_metrics, _own_processes)
 def test_a_sole_holder_has_what_it_has_beside_one_that_does_nothing(
     metrics: dict[str, float], processes: list[Process]
